@@ -1,0 +1,1 @@
+"""The tiered store: compressed blocks, originals, open tail."""

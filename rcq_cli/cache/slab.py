@@ -1,0 +1,48 @@
+"""A tensor that grows along its second dimension."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Slab:
+    """`[H, length, ...]` rows in a buffer with little slack: what is allocated is what the ledger counts.
+
+    Rows are never rewritten once a fork exists: a fork shares them and copies on its next growth.
+    """
+
+    def __init__(self, heads: int, tail: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.data = torch.empty(heads, 0, *tail, dtype=dtype, device=device)
+        self.length = 0
+
+    def extend(self, rows: Tensor) -> None:
+        """Add `[H, n, ...]` rows at the end."""
+        need = self.length + rows.shape[1]
+        if need > self.data.shape[1]:
+            self.reserve(need if self.length == 0 else need + max(4, need // 64))
+        self.data[:, self.length : need] = rows
+        self.length = need
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` rows in all."""
+        if capacity > self.data.shape[1]:
+            grown = self.data.new_empty(self.data.shape[0], capacity, *self.data.shape[2:])
+            grown[:, : self.length] = self.rows
+            self.data = grown
+
+    @property
+    def rows(self) -> Tensor:
+        """Return the `[H, length, ...]` rows, a view."""
+        return self.data[:, : self.length]
+
+    def fork(self) -> "Slab":
+        """Return a copy that shares the rows; its first growth moves it to a buffer of its own."""
+        twin = Slab(0, (), self.data.dtype)
+        twin.data, twin.length = self.rows, self.length
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes allocated."""
+        return self.data.untyped_storage().nbytes()

@@ -1,0 +1,276 @@
+"""The tiered store of one layer: compressed blocks on the device, originals in host memory, an open tail.
+
+A block of S tokens is encoded once, when its last token arrives, annotated from what was stored, and never
+rewritten. Symbols follow the certified-attention paper (arXiv:2605.20868, sections 3 and 4): per block
+rk = max ||k - k'||, kappa = max || |s * code| + |z| ||, eta = max ||v - v'|| (absolute), rv = max ||v - c0||.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rcq_cli.cache.slab import Slab
+from rcq_cli.certify.spectral import SpectralBound
+from rcq_cli.errors import BrokenRun
+from rcq_cli.kernels._format import TierFormat
+from rcq_cli.kernels._rounding import MARGIN, upper
+from rcq_cli.kernels.reference import Blocks, Reference
+from rcq_cli.protocols import Geometry, LayerBytes
+
+ANNOTATIONS = ("rk", "kappa", "eta", "rv")
+_CHUNK_ELEMENTS = 2**21
+_MULTIPLIER = -7046029254386353131  # odd, so that a change within one 64-bit word can never cancel
+
+
+class Annotations(NamedTuple):
+    """Float64 bounds per block, `[Hkv, M + 1]`; the last column is the open tail."""
+
+    rk: Tensor
+    kappa: Tensor
+    eta: Tensor
+    rv: Tensor
+
+
+class TieredStore:
+    """Tier 1 (codes, metadata, annotations, tail) and tier 2 (originals) of one layer.
+
+    `originals=False` keeps no tier 2 (mode `naive`). Keys and values are `[Hkv, T, D]`, keys after RoPE.
+    """
+
+    def __init__(self, geometry: Geometry, fmt: TierFormat, backend: Reference, *, originals: bool = True) -> None:
+        fmt.check(geometry.head_dim)
+        self.geometry, self.fmt, self.backend = geometry, fmt, backend
+        heads, dim = geometry.kv_heads, geometry.head_dim
+        self.dtype = getattr(torch, geometry.dtype)
+        self.blocks: dict[str, Slab] = {}
+        self.annotations = Slab(heads, (len(ANNOTATIONS),), torch.float16, geometry.device)
+        self.raw = Slab(heads, (), torch.bool)
+        self.raw_bounds = Slab(heads, (2,), torch.float64)  # kappa and rv of raw blocks
+        self.checks = Slab(heads, (2,), torch.int64)  # checksums of tier 1 and of the originals
+        self.originals = tuple(Slab(heads, (dim,), self.dtype) for _ in "kv") if originals else None
+        self.tail = torch.empty(2, heads, fmt.block, dim, dtype=self.dtype, device=geometry.device)
+        self.tail_tokens = 0
+        self.centre: Tensor | None = None  # c0, fixed by the first prefill
+        self.value_spectrum = SpectralBound(heads, dim)
+        self.residual_spectrum = SpectralBound(heads, dim)
+        self.tokens = 0
+        self.coded_elems = 0
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    def extend(self, keys: Tensor, values: Tensor, *, seal: bool = True) -> None:
+        """Add `[Hkv, T, D]` keys and values; blocks that become full are encoded at once.
+
+        With `seal=False` a tail that this fills stays open until the next call (it may hold one whole block).
+        """
+        if keys.shape[1] == 0:
+            return
+        if self.centre is None:
+            self.centre = _centre(values, prefill=keys.shape[1] > 1)
+        if self.originals is not None:
+            for slab, rows in zip(self.originals, (keys, values), strict=True):
+                slab.extend(rows)
+            self.value_spectrum.add(values.double() - self.centre[:, None])
+        self.tokens += keys.shape[1]
+        size, done = self.fmt.block, 0
+        while done < keys.shape[1]:
+            self._seal_full_tail()
+            whole = (keys.shape[1] - done) // size if self.tail_tokens == 0 else 0
+            if whole > (0 if seal else 1):
+                stop = done + (whole if seal else whole - 1) * size
+                self._seal(keys[:, done:stop], values[:, done:stop])
+            else:
+                stop = min(keys.shape[1], done + size - self.tail_tokens)
+                span = slice(self.tail_tokens, self.tail_tokens + stop - done)
+                self.tail[0, :, span], self.tail[1, :, span] = keys[:, done:stop], values[:, done:stop]
+                self.tail_tokens = span.stop
+            done = stop
+        if seal:
+            self._seal_full_tail()
+
+    def _seal_full_tail(self) -> None:
+        if self.tail_tokens == self.fmt.block:
+            self._seal(self.tail[0], self.tail[1])
+            self.tail_tokens = 0
+
+    def _seal(self, keys: Tensor, values: Tensor) -> None:
+        """Encode `[Hkv, M * S, D]` keys and values, annotate them from what was stored, publish."""
+        size = self.fmt.block
+        step = max(1, _CHUNK_ELEMENTS // (keys.shape[0] * size * keys.shape[2])) * size
+        for start in range(0, keys.shape[1], step):
+            pair = [t[:, start : start + step].unflatten(1, (-1, size)) for t in (keys, values)]
+            self._seal_chunk(*pair)
+
+    def _seal_chunk(self, keys: Tensor, values: Tensor) -> None:
+        k, v = keys.double(), values.double()
+        key_blocks, raw_keys = self.backend.quantize_keys(k, self.fmt)
+        value_blocks, raw_values = self.backend.quantize_values(v, self.fmt)
+        blocks = key_blocks | value_blocks
+        residual = v - self.backend.values(blocks)
+        assert self.centre is not None
+        exact = torch.stack(
+            (
+                (k - self.backend.keys(blocks)).norm(dim=-1).amax(-1),
+                self.backend.key_magnitude(blocks),
+                residual.norm(dim=-1).amax(-1),
+                (v - self.centre[:, None, None]).norm(dim=-1).amax(-1),
+            ),
+            -1,
+        )
+        stored = upper(exact, torch.float16)
+        raw = raw_keys | raw_values | ~torch.isfinite(stored).all(-1)
+        for name, rows in blocks.items():
+            if name not in self.blocks:
+                self.blocks[name] = Slab(rows.shape[0], rows.shape[2:], rows.dtype, self.geometry.device)
+            self.blocks[name].extend(rows)
+        self.annotations.extend(torch.where(raw[..., None], torch.zeros_like(stored), stored))
+        self.raw.extend(raw.cpu())
+        self.raw_bounds.extend(torch.stack((k.norm(dim=-1).amax(-1), exact[..., 3]), -1).cpu() * MARGIN)
+        if self.originals is not None:
+            self.residual_spectrum.add(torch.where(raw[..., None, None], 0.0, residual).flatten(1, 2))
+            tier1 = _checksum([rows.flatten(2) for rows in (*blocks.values(), self.annotations.rows[:, -raw.shape[1] :])])
+            self.checks.extend(torch.stack((tier1, _checksum([keys.flatten(2), values.flatten(2)])), -1))
+        self.coded_elems += keys.numel() + values.numel()
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    @property
+    def block_count(self) -> int:
+        """Return M, the completed blocks."""
+        return self.raw.length
+
+    def codes(self) -> Blocks:
+        """Return the named tensors of all completed blocks, `[Hkv, M, ...]` views."""
+        return {name: slab.rows for name, slab in self.blocks.items()}
+
+    def pick(self, heads: Tensor, blocks: Tensor) -> Blocks:
+        """Return the named tensors of chosen (KV head, block) pairs, `[n, ...]` copies."""
+        return {name: slab.rows[heads, blocks] for name, slab in self.blocks.items()}
+
+    def original_blocks(self, heads: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return original keys and values of chosen pairs, `[n, S, D]`, checked against their checksums.
+
+        Raises `BrokenRun` when an original is not what was stored: nothing exact is left to fall back on.
+        """
+        assert self.originals is not None
+        limit = self.block_count * self.fmt.block
+        keys, values = (
+            slab.data[:, :limit].unflatten(1, (self.block_count, self.fmt.block))[heads, blocks] for slab in self.originals
+        )
+        found = _checksum([keys.flatten(1), values.flatten(1)], leading=1)
+        if not torch.equal(found, self.checks.rows[heads, blocks, 1]):
+            bad = int((found != self.checks.rows[heads, blocks, 1]).nonzero()[0])
+            raise BrokenRun(
+                f"original keys or values of block {int(blocks[bad])}, KV head {int(heads[bad])}, are corrupted",
+                why="their checksum differs from the one taken when they were stored",
+                fix="check the host memory of this machine and run again",
+                id="RCQ-RUN-21",
+            )
+        return keys.to(self.geometry.device), values.to(self.geometry.device)
+
+    def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
+        """Return which of the chosen pairs hold codes, metadata or annotations that changed since sealing, `[n]`."""
+        parts = [*self.pick(heads, blocks).values(), self.annotations.rows[heads, blocks]]
+        return _checksum([part.flatten(1) for part in parts], leading=1) != self.checks.rows[heads, blocks, 0]
+
+    def quarantine(self, heads: Tensor, blocks: Tensor) -> None:
+        """Mark pairs as raw: from now on they are only ever read from the originals."""
+        self.raw.data[heads, blocks] = True
+
+    def bounds(self) -> Annotations:
+        """Return the annotations of all completed blocks and, last, of the open tail."""
+        stored = self.annotations.rows.double()
+        raw = self.raw.rows
+        zero = torch.zeros_like(raw, dtype=torch.float64)
+        columns = [
+            torch.where(raw, zero, stored[..., 0]),
+            torch.where(raw, self.raw_bounds.rows[..., 0], stored[..., 1]),
+            torch.where(raw, zero, stored[..., 2]),
+            torch.where(raw, self.raw_bounds.rows[..., 1], stored[..., 3]),
+        ]
+        keys, values = self.tail_rows()
+        nothing = keys.new_zeros(keys.shape[0], 1)
+        tails = [nothing, _largest(keys), nothing, _largest(values - self.centred_on()[:, None])]
+        return Annotations(*(torch.cat(pair, 1) for pair in zip(columns, tails, strict=True)))
+
+    def tail_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the float64 keys and values of the open tail, `[Hkv, n, D]`."""
+        return self.tail[0, :, : self.tail_tokens].double(), self.tail[1, :, : self.tail_tokens].double()
+
+    def centred_on(self) -> Tensor:
+        """Return c0, float64 `[Hkv, D]`."""
+        assert self.centre is not None
+        return self.centre
+
+    # -- housekeeping ---------------------------------------------------------------------------------------
+
+    def fork(self) -> "TieredStore":
+        """Return an independent copy that shares sealed blocks and originals until either side grows."""
+        twin = TieredStore(self.geometry, self.fmt, self.backend, originals=self.originals is not None)
+        twin.blocks = {name: slab.fork() for name, slab in self.blocks.items()}
+        twin.annotations, twin.raw_bounds, twin.checks = (
+            slab.fork() for slab in (self.annotations, self.raw_bounds, self.checks)
+        )
+        twin.raw.extend(self.raw.rows)
+        if self.originals is not None:
+            twin.originals = tuple(slab.fork() for slab in self.originals)
+        twin.tail, twin.tail_tokens = self.tail.clone(), self.tail_tokens
+        twin.centre, twin.tokens, twin.coded_elems = self.centre, self.tokens, self.coded_elems
+        twin.value_spectrum, twin.residual_spectrum = self.value_spectrum.fork(), self.residual_spectrum.fork()
+        return twin
+
+    def bytes(self, scratch: int = 0) -> LayerBytes:
+        """Return the ledger of this layer; `scratch` is the largest temporary of a step, promoted copies included."""
+        g = self.geometry
+        codes = sum(slab.nbytes for name, slab in self.blocks.items() if name.endswith("_codes"))
+        meta = sum(slab.nbytes for name, slab in self.blocks.items() if not name.endswith("_codes"))
+        meta += self.annotations.nbytes + (0 if self.centre is None else self.centre.nbytes // 2)
+        # a raw block is read from originals that a device would hold: its codes are of no use
+        raw = int(self.raw.rows.sum()) * self.fmt.block * g.head_dim * 2 * self.tail.element_size()
+        host = 0
+        if self.originals is not None:
+            host += sum(slab.nbytes for slab in self.originals) + self.raw_bounds.nbytes + self.checks.nbytes
+            host += self.value_spectrum.nbytes + self.residual_spectrum.nbytes
+            meta += self.value_spectrum.value.nbytes + self.residual_spectrum.value.nbytes
+        return LayerBytes(
+            device=codes + meta + self.raw.nbytes + self.tail.nbytes + raw,
+            host=host,
+            metadata=meta + self.raw.nbytes,
+            scratch=scratch,
+            dense_equivalent=2 * g.kv_heads * self.tokens * g.head_dim * 2,
+        )
+
+
+def _centre(values: Tensor, *, prefill: bool) -> Tensor:
+    """c0: the mean value of the first prefill, rounded to float32; any vector is sound, zero without a prefill."""
+    mean = values.double().mean(1) if prefill else torch.zeros_like(values[:, 0], dtype=torch.float64)
+    rounded = mean.clamp(-3e38, 3e38).float()
+    return rounded.double()
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Upper bound of the largest norm over `[H, n, D]`, `[H, 1]`; 0 for no rows."""
+    if rows.shape[1] == 0:
+        return rows.new_zeros(rows.shape[0], 1)
+    return rows.norm(dim=-1).amax(-1, keepdim=True) * MARGIN
+
+
+def _checksum(parts: list[Tensor], leading: int = 2) -> Tensor:
+    """Multilinear hash modulo 2^64 of the bytes of `parts` along their last dimension.
+
+    Every 8-byte word is multiplied by its own odd number, so a change inside one word always shows and any other
+    change is missed with a chance near 2^-60. All blocks at once, unlike a CRC loop.
+    """
+    total = torch.zeros(parts[0].shape[:leading], dtype=torch.int64)
+    seed = 1
+    for part in parts:
+        raw = part.contiguous().view(torch.uint8).cpu() if part.dtype != torch.uint8 else part.contiguous().cpu()
+        pad = -raw.shape[-1] % 8
+        if pad:
+            raw = torch.cat((raw, raw.new_zeros(*raw.shape[:-1], pad)), -1)
+        words = raw.view(torch.int64)
+        index = torch.arange(seed, seed + words.shape[-1], dtype=torch.int64)
+        total = total + (words * ((index * _MULTIPLIER) | 1)).sum(-1)
+        seed += words.shape[-1]
+    return total

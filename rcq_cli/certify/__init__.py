@@ -1,0 +1,1 @@
+"""Error certificates: bounds, rounding slack and the ladder that enforces a budget."""

@@ -1,0 +1,1 @@
+"""One file = one command: flags to spec, spec to executor, records to report."""

@@ -1,0 +1,1 @@
+"""Prefill and decode with a transformers model; the only contact with its attention interface."""

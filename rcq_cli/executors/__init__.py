@@ -1,0 +1,1 @@
+"""Where cells run: one file = one executor."""

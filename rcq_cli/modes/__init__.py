@@ -1,0 +1,1 @@
+"""How a cache is kept and read: one file = one mode."""

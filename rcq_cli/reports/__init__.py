@@ -1,0 +1,1 @@
+"""Stored runs in, tables out: one file = one report."""

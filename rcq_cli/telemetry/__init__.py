@@ -1,0 +1,1 @@
+"""Readings of this machine; a missing value carries its reason."""
