@@ -1,0 +1,431 @@
+"""From flags, settings file and preset to run specs, with the origin of each value."""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rcq_cli.errors import SpecError, UnknownEntry
+from rcq_cli.options import options_dict, parse_options, parse_tokens, split_label, split_pairs
+from rcq_cli.protocols import Mode, Task
+from rcq_cli.registry import Registry, did_you_mean
+from rcq_cli.spec import DTYPES, RunSpec
+
+TASKS: Registry[Task] = Registry("rcq_cli.tasks", "TASK", "task")
+MODES: Registry[Mode] = Registry("rcq_cli.modes", "MODE", "mode")
+BACKENDS: Registry[Any] = Registry("rcq_cli.kernels", "BACKEND", "backend")
+
+Batch = tuple[RunSpec, ...]
+"""Specs that differ in mode only, so they share prompts and prefills; the first is the reference."""
+
+_SHARED = ("model", "tasks", "ctx", "mode", "modes", "samples", "seed", "backend", "device", "dtype", "audit")
+_OPTIONS = ("task_options", "mode_options")
+PRESET_KEYS = ("summary", "needs", *_SHARED, *_OPTIONS)
+FILE_KEYS = ("preset", "out", "executor", *_SHARED, *_OPTIONS)
+
+_DEFAULTS: dict[str, Any] = {
+    "model": "needle",
+    "tasks": ["niah"],
+    "ctx": ["4k"],
+    "mode": "certified",
+    "seed": 0,
+    "backend": "auto",
+    "device": "auto",
+    "dtype": "auto",
+    "audit": 0.0,
+    "out": "runs",
+    "executor": "local",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the command line gave; None or empty where a flag was not given."""
+
+    modes: tuple[str, ...] = ()
+    """Labels: the positional arguments of compare that are modes, or the one `--mode`."""
+    model: str | None = None
+    tasks: tuple[str, ...] = ()
+    ctx: tuple[str, ...] = ()
+    """Sizes as typed: `64k`."""
+    samples: int | None = None
+    seed: int | None = None
+    backend: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    preset: str | None = None
+    audit: float | None = None
+    out: str | None = None
+    executor: str | None = None
+    shard: str | None = None
+    keep_prompts: bool = False
+    mode_options: tuple[str, ...] = ()
+    """`-O` texts, `key=value`."""
+    task_options: tuple[str, ...] = ()
+    """`-T` texts, `key=value`."""
+
+    @property
+    def choose_work(self) -> bool:
+        """Whether any flag says what is to be measured."""
+        return any((self.model, self.tasks, self.ctx, self.samples, self.preset, self.task_options))
+
+
+class Plan(NamedTuple):
+    """What a command will run."""
+
+    batches: tuple[Batch, ...]
+    notes: tuple[str, ...]
+    out: Path
+    executor: str
+
+
+class Chosen(NamedTuple):
+    """A value and where it came from."""
+
+    value: Any
+    origin: str
+
+
+def resolve(command: str, flags: Flags, *, folder: Path | None = None) -> Plan:
+    """Return the runs that `command` (eval, compare, profile, trace) means with `flags`.
+
+    Order of precedence: flag, settings file (looked for from `folder` upwards), preset, default. `compare`
+    takes the preset `smoke` when no flag says what to measure. Raises `SpecError` for what does not fit.
+    """
+    return _Resolver(command, flags, load_settings(folder or Path.cwd())).plan()
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the presets that stand in `profiles/`, in alphabetical order."""
+    found = (entry.name for entry in files("rcq_cli.profiles").iterdir())
+    return tuple(sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml")))
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """Return the preset `name`; raise `UnknownEntry` if there is none, `SpecError` for an unknown key."""
+    names = preset_names()
+    if name not in names:
+        known = f"known: {', '.join(names)}"
+        raise UnknownEntry(f"unknown preset {name!r}", fix=did_you_mean(name, names) + known, id="RCQ-USE-01")
+    import yaml
+
+    values = yaml.safe_load(files("rcq_cli.profiles").joinpath(f"{name}.yaml").read_text("utf-8"))
+    return _checked(values or {}, PRESET_KEYS, f"preset {name}")
+
+
+def load_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of `$RCQ_CONFIG`, else of the nearest `rcq.toml` or `[tool.rcq]` above `folder`."""
+    named = os.environ.get("RCQ_CONFIG")
+    if named:
+        path = Path(named)
+        if not path.is_file():
+            raise SpecError(f"RCQ_CONFIG names {named!r}, which is no file", id="RCQ-USE-08")
+        return _checked(_settings_of(path), FILE_KEYS, str(path))
+    for parent in (folder, *folder.parents):
+        for path in (parent / "rcq.toml", parent / "pyproject.toml"):
+            values = _settings_of(path) if path.is_file() else {}
+            if values:
+                return _checked(values, FILE_KEYS, str(path))
+    return {}
+
+
+def _settings_of(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(f"{path} cannot be read", why=str(error), id="RCQ-USE-08") from error
+    found: dict[str, Any] = table if path.name != "pyproject.toml" else table.get("tool", {}).get("rcq", {})
+    return found
+
+
+def _checked(values: Any, known: tuple[str, ...], where: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise SpecError(f"{where} is no table of settings", id="RCQ-USE-08")
+    for key in values:
+        if key not in known:
+            hint = did_you_mean(str(key), known)
+            raise SpecError(
+                f"unknown key {key!r} in {where}", fix=f"{hint}known: {', '.join(known)}", id="RCQ-USE-08"
+            )
+    for key in _OPTIONS:
+        table = values.get(key, {})
+        if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
+            raise SpecError(f"{key} in {where} must map names to tables of options", id="RCQ-USE-08")
+    return values
+
+
+@dataclass(slots=True)
+class _Resolver:
+    """One resolution: the three layers and what they become."""
+
+    command: str
+    flags: Flags
+    settings: dict[str, Any]
+    preset: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    """The preset's."""
+    notes: list[str] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        self._choose_preset()
+        labels = [self._mode(label) for label in self._labels()]
+        batches = []
+        for name in _listed(self.pick("tasks").value, "tasks"):
+            entry, task, part = _task(name)
+            full = f"{entry}/{part}" if part else entry
+            for ctx in self._contexts(task, full):
+                batches.append(tuple(self._spec(task, full, ctx, mode) for mode in labels))
+        self._check_flag_options(batches)
+        return Plan(
+            tuple(batches), tuple(self.notes), Path(self.pick("out").value), self.pick("executor").value
+        )
+
+    def pick(self, name: str) -> Chosen:
+        """Return the value of `name` from the first layer that has it."""
+        given = getattr(self.flags, name, None)
+        if given not in (None, ()):
+            return Chosen(given, "flag")
+        for layer, origin in ((self.settings, "file"), (self.values, "preset")):
+            if name in layer:
+                return Chosen(layer[name], origin)
+        return Chosen(_DEFAULTS.get(name), "default")
+
+    def _choose_preset(self) -> None:
+        chosen = self.flags.preset or self.settings.get("preset")
+        if chosen is None and self.command == "compare" and not self.flags.choose_work:
+            chosen = "smoke"
+        if chosen is None:
+            return
+        self.preset, self.values = chosen, load_preset(chosen)
+        for name in self.values.get("needs", ()):
+            if self.pick(name).origin == "default":
+                raise SpecError(f"preset {chosen} needs --{name}", fix=f"add --{name} NAME", id="RCQ-USE-09")
+        self.notes.append(f"preset {chosen}: {self.values.get('summary', '')}".rstrip(": "))
+
+    def _labels(self) -> list[str]:
+        if self.command != "compare":
+            label = Chosen(self.flags.modes[0], "flag") if self.flags.modes else self.pick("mode")
+            return [str(label.value)]
+        labels = _listed(self.pick("modes").value or (), "modes")
+        names = [":".join(filter(None, (MODES.resolve(name), rest))) for name, _, rest in map(_cut, labels)]
+        twice = [name for i, name in enumerate(names) if name in names[:i]]
+        if twice:
+            raise SpecError(
+                f"mode {twice[0]!r} is compared with itself", fix="name each mode once", id="RCQ-USE-09"
+            )
+        return labels
+
+    def _mode(self, label: str) -> tuple[str, dict[str, Any], dict[str, str]]:
+        """Return the label with the full name, every option of the mode, and the origin of those given."""
+        typed, own = split_label(label)
+        name = MODES.resolve(typed)
+        mode = MODES.load(name)
+        flag = _known(
+            mode.Options, split_pairs(self.flags.mode_options, "-O"), strict=self.command != "compare"
+        )
+        layers = (
+            ("preset", self.values.get("mode_options", {}).get(name, {})),
+            ("file", self.settings.get("mode_options", {}).get(name, {})),
+            ("flag", flag),
+            ("flag", own),
+        )
+        given, origins = _merge(layers)
+        options = parse_options(mode.Options, given, f"option of mode {name}")
+        rest = label.partition(":")[2].strip()
+        return f"{name}:{rest}" if rest else name, options_dict(options), origins
+
+    def _contexts(self, task: Task, name: str) -> list[int | None]:
+        if task.minimum_ctx == 0:  # a task without a model has no context either
+            if self.flags.model or self.flags.ctx:
+                raise SpecError(
+                    f"task {name} uses no model", fix="leave out --model and --ctx", id="RCQ-USE-09"
+                )
+            return [None]
+        chosen = self.pick("ctx")
+        texts = (
+            ["8k"]
+            if chosen.origin == "default" and self.command == "profile"
+            else _listed(chosen.value, "ctx")
+        )
+        sizes = list(dict.fromkeys(parse_tokens(str(text)) for text in texts))
+        for size in sizes:
+            if size < task.minimum_ctx:
+                what = f"--ctx {size} is below the minimum of task {name}"
+                raise SpecError(what, fix=f"allowed: {task.minimum_ctx} or more", id="RCQ-USE-10")
+        return list(sizes)
+
+    def _spec(
+        self, task: Task, name: str, ctx: int | None, mode: tuple[str, dict[str, Any], dict[str, str]]
+    ) -> RunSpec:
+        label, mode_options, mode_origins = mode
+        options, task_origins, controls = self._task_options(task, name)
+        plain = {key: self.pick(key) for key in ("model", "seed", "backend", "device", "dtype", "audit")}
+        samples = self._samples(task, name)
+        origins = {key: chosen.origin for key, chosen in plain.items()} | {"samples": samples.origin}
+        origins |= {
+            "task": self.pick("tasks").origin,
+            "ctx": self.pick("ctx").origin,
+            "mode": self._mode_origin(),
+        }
+        origins |= {f"task_options.{key}": origin for key, origin in task_origins.items()}
+        origins |= {f"mode_options.{key}": origin for key, origin in mode_origins.items()}
+        return RunSpec(
+            model="none" if ctx is None else str(plain["model"].value),
+            task=name,
+            mode=label,
+            ctx=ctx,
+            samples=samples.value,
+            task_options=options,
+            mode_options=mode_options,
+            seed=_whole(plain["seed"].value, "seed"),
+            backend=_backend(str(plain["backend"].value)),
+            device=_device(str(plain["device"].value)),
+            dtype=_dtype(str(plain["dtype"].value)),
+            audit=_share(plain["audit"].value),
+            controls=controls,
+            keep_prompts=self.flags.keep_prompts,
+            preset=self.preset,
+            shard=self.flags.shard,
+            origins=origins,
+        )
+
+    def _mode_origin(self) -> str:
+        return (
+            "flag" if self.flags.modes else self.pick("modes" if self.command == "compare" else "mode").origin
+        )
+
+    def _task_options(self, task: Task, name: str) -> tuple[dict[str, Any], dict[str, str], bool]:
+        """Return every option of the task, the origin of those given, and whether controls run."""
+        entry = name.partition("/")[0]
+        alone = len(_listed(self.pick("tasks").value, "tasks")) == 1
+        flag = split_pairs(self.flags.task_options, "-T")
+        controls = str(flag.pop("controls", "on")).lower()
+        if controls not in ("on", "off"):
+            raise SpecError(f"controls={controls} is not allowed", fix="allowed: on, off", id="RCQ-USE-06")
+        layers = (
+            ("preset", self.values.get("task_options", {}).get(entry, {})),
+            ("file", self.settings.get("task_options", {}).get(entry, {})),
+            ("flag", _known(task.Options, flag, strict=alone)),
+        )
+        given, origins = _merge(layers)
+        options = parse_options(task.Options, given, f"option of task {entry}")
+        return options_dict(options), origins, controls == "on"
+
+    def _samples(self, task: Task, name: str) -> Chosen:
+        chosen = self.pick("samples")
+        value = chosen.value
+        if isinstance(value, Mapping):
+            value = value.get(name, value.get(name.partition("/")[0]))
+        if value is not None:
+            return Chosen(_whole(value, "samples"), chosen.origin)
+        sizes = task.default_samples
+        if self.preset in sizes:
+            return Chosen(sizes[self.preset], "preset")
+        return Chosen(sizes[""], "default")
+
+    def _check_flag_options(self, batches: list[Batch]) -> None:
+        """Refuse a `-O` or `-T` that no mode or task took."""
+        specs = [spec for batch in batches for spec in batch]
+        for flag, texts, group in (
+            ("-O", self.flags.mode_options, "mode"),
+            ("-T", self.flags.task_options, "task"),
+        ):
+            known = sorted(
+                {key for spec in specs for key in getattr(spec, f"{group}_options")} | (_EXTRA[group])
+            )
+            for key in split_pairs(texts, flag):
+                if key.replace("-", "_") not in known:
+                    names = ", ".join(dict.fromkeys(getattr(spec, f"{group}_name") for spec in specs))
+                    hint = did_you_mean(key, tuple(known))
+                    what = f"{flag} {key!r} is no option of {names}"
+                    raise SpecError(what, fix=f"{hint}known: {', '.join(known) or 'none'}", id="RCQ-USE-05")
+
+
+_EXTRA = {"mode": set[str](), "task": {"controls"}}
+
+
+def _known(cls: type, given: Mapping[str, str], *, strict: bool) -> dict[str, str]:
+    """Return what of `given` the options class has; all of it when `strict`, so that the rest is refused."""
+    from dataclasses import fields
+
+    names = {f.name for f in fields(cls)}
+    return {key: value for key, value in given.items() if strict or key.replace("-", "_") in names}
+
+
+def _merge(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return options and their origins; a later layer wins."""
+    given: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, options in layers:
+        for key, value in options.items():
+            name = key.replace("-", "_")
+            given[name], origins[name] = value, origin
+    return given, origins
+
+
+def _task(name: str) -> tuple[str, Task, str]:
+    """Return the registry name, the task and the part that `ruler/vt` means."""
+    typed, slash, part = name.partition("/")
+    entry = TASKS.resolve(typed)
+    task = TASKS.load(entry)
+    if slash and part not in task.parts:
+        parts = tuple(filter(None, task.parts))
+        known = f"known: {', '.join(parts)}" if parts else "it has none"
+        raise UnknownEntry(
+            f"task {entry} has no part {part!r}", fix=did_you_mean(part, parts) + known, id="RCQ-USE-01"
+        )
+    return entry, task, part
+
+
+def _cut(label: str) -> tuple[str, str, str]:
+    return label.strip().partition(":")
+
+
+def _listed(value: Any, noun: str) -> list[str]:
+    """Return a list of texts from a tuple of flags, a list of a file or one text."""
+    if isinstance(value, str | int):
+        value = [part.strip() for part in str(value).split(",")]
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(part, str | int) and str(part) for part in value
+    ):
+        raise SpecError(
+            f"{noun} {value!r} is no list of names", fix="allowed: NAME or NAME,NAME", id="RCQ-USE-08"
+        )
+    return [str(part) for part in value]
+
+
+def _whole(value: Any, noun: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecError(f"{noun} {value!r} is no whole number", id="RCQ-USE-07")
+    return value
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SpecError(f"audit {value!r} is no share", fix="allowed: 0.0 to 1.0", id="RCQ-USE-07")
+    return float(value)
+
+
+def _backend(name: str) -> str:
+    return name if name == "auto" else BACKENDS.resolve(name)
+
+
+def _device(name: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        return name
+    raise SpecError(
+        f"--device {name!r} is not allowed", fix="allowed: auto, cpu, cuda, cuda:0", id="RCQ-USE-07"
+    )
+
+
+def _dtype(name: str) -> str:
+    if name in DTYPES:
+        return name
+    hint = did_you_mean(name, DTYPES)
+    raise SpecError(
+        f"--dtype {name!r} is not allowed", fix=f"{hint}allowed: {', '.join(DTYPES)}", id="RCQ-USE-07"
+    )
