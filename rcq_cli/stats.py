@@ -1,15 +1,16 @@
 """The statistics of paired comparisons, pure: numbers in, numbers out.
 
-Words: `b` counts the pairs that only the reference got right, `c` those that only the candidate got right, `a`
-both, `d` neither; a difference is candidate minus reference. `alpha` is one-sided throughout, so alpha = 0.025
-gives two-sided 95 % intervals. Random numbers come from a PCG64 generator whose seed is a digest of a label, so
-that two processes draw the same ones; NumPy is imported only where it is used.
+Words: `b` counts the pairs that only the reference got right, `c` those that only the candidate got right,
+`a` both, `d` neither; a difference is candidate minus reference. `alpha` is one-sided throughout, so
+alpha = 0.025 gives two-sided 95 % intervals. Random numbers come from a PCG64 generator whose seed is a digest
+of a label, so that two processes draw the same ones; NumPy is imported only where it is used.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,7 +97,7 @@ def t_quantile(alpha: float, df: float) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile by nearest rank: the smallest value that `percent` % of the values do not exceed."""
+    """Return the nearest-rank percentile: the least value that `percent` % of the values do not exceed."""
     # the small slack keeps 0.29 * 100 = 28.999999999999996 at rank 29
     rank = math.ceil(percent / 100 * len(values) - 1e-9)
     return sorted(values)[max(rank, 1) - 1]
@@ -165,11 +166,11 @@ def wilson(successes: float, n: int, alpha: float = ALPHA) -> Interval:
 
 
 def newcombe_paired(a: int, b: int, c: int, d: int, alpha: float = ALPHA) -> Interval:
-    """Return Newcombe's square-and-add interval of the paired difference, with the correlation of the table."""
+    """Return Newcombe's square-and-add interval of the paired difference, correlation included."""
     n = a + b + c + d
     product = (a + b) * (c + d) * (a + c) * (b + d)
     excess = a * d - b * c
-    shift = min(max(excess - n / 2, 0.0), excess) if excess > 0 else excess
+    shift = max(excess - n / 2, 0.0) if excess > 0 else excess
     phi = shift / math.sqrt(product) if product else 0.0
     return _square_and_add(
         (a + b) / n, wilson(a + b, n, alpha), (a + c) / n, wilson(a + c, n, alpha), correlation=phi
@@ -177,7 +178,7 @@ def newcombe_paired(a: int, b: int, c: int, d: int, alpha: float = ALPHA) -> Int
 
 
 def newcombe_independent(right_r: int, n_r: int, right_c: int, n_c: int, alpha: float = ALPHA) -> Interval:
-    """Return Newcombe's interval of the difference of two independent proportions, candidate minus reference."""
+    """Return Newcombe's interval of candidate minus reference for two independent proportions."""
     reference, candidate = wilson(right_r, n_r, alpha), wilson(right_c, n_c, alpha)
     return _square_and_add(right_r / n_r, reference, right_c / n_c, candidate, correlation=0.0)
 
@@ -201,8 +202,8 @@ def _square_and_add(
 def cluster_t(sums: Sequence[float], sizes: Sequence[float], alpha: float = ALPHA) -> MeanEstimate | None:
     """Return the mean sum(D) / sum(n) over K clusters with its t interval on K - 1 degrees of freedom.
 
-    se^2 = K / (K - 1) sum_k (D_k - mean n_k)^2 / N^2. Clusters of one sample give the ordinary t interval; sizes
-    may be weights. None for fewer than two clusters, which say nothing about the spread between clusters.
+    se^2 = K / (K - 1) sum_k (D_k - mean n_k)^2 / N^2. Clusters of one sample give the ordinary t interval;
+    sizes may be weights. None for fewer than two clusters, which say nothing about the spread between them.
     """
     k, total = len(sums), math.fsum(sizes)
     if k < 2:
@@ -219,7 +220,9 @@ def t_interval(values: Sequence[float], alpha: float = ALPHA) -> MeanEstimate | 
     return cluster_t(values, [1.0] * len(values), alpha)
 
 
-def welch(reference: Sequence[float], candidate: Sequence[float], alpha: float = ALPHA) -> MeanEstimate | None:
+def welch(
+    reference: Sequence[float], candidate: Sequence[float], alpha: float = ALPHA
+) -> MeanEstimate | None:
     """Return the difference of two independent means, candidate minus reference, with Welch's interval."""
     parts = [t_interval(reference, alpha), t_interval(candidate, alpha)]
     first, second = parts
@@ -242,7 +245,7 @@ def combine(weights: Sequence[float], parts: Sequence[MeanEstimate], alpha: floa
 def guard(ci: Interval, mean: float, n: float, alpha: float = ALPHA, width: float = 1.0) -> Interval:
     """Widen the interval of a mean of bounded scores so that a lack of spread is not taken for certainty.
 
-    No end is nearer to the mean than z^2 R / (n + z^2), what Tango's interval gives without a discordant pair;
+    No end is nearer to the mean than z^2 R / (n + z^2), which is Tango's interval without a discordant pair;
     R is the `width` of the score range.
     """
     z2 = normal_quantile(alpha) ** 2
@@ -285,7 +288,7 @@ def bootstrap(
 
 
 def sign_flip(sums: Sequence[float], *, key: str, draws: int = FLIP_DRAWS) -> float:
-    """Return the two-sided p that the sum has no sign, from flipping the sign of each unit (a pair, a cluster).
+    """Return the two-sided p of "the sum has no sign", flipping the sign of each unit (a pair, a cluster).
 
     Exact up to 20 units; else (hits + 1) / (draws + 1) over random assignments.
     """
@@ -327,7 +330,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def smallest_passing_n(margin: float, alpha: float = ALPHA) -> int:
-    """Return n0, the fewest pairs that can pass at `margin` when none is discordant: floor(z^2/mu - z^2) + 1."""
+    """Return n0, the fewest pairs that pass at `margin` with none discordant: floor(z^2/mu - z^2) + 1."""
     z2 = normal_quantile(alpha) ** 2
     return math.floor(z2 / margin - z2) + 1
 
@@ -336,7 +339,7 @@ def smallest_passing_n(margin: float, alpha: float = ALPHA) -> int:
 
 
 def block_length(lag_one: float, n: int) -> int:
-    """Return the block length for a series of `n` steps: (6 r^2 / (1 - r^2)^2)^(1/3) n^(1/3), r in [0, .97]."""
+    """Return the block length for `n` steps: (6 r^2 / (1 - r^2)^2)^(1/3) n^(1/3), r clipped to [0, .97]."""
     r = min(max(lag_one, 0.0), 0.97)
     length = math.ceil((6 * r * r / (1 - r * r) ** 2) ** (1 / 3) * n ** (1 / 3))
     return max(1, min(length, n // 4))
@@ -347,8 +350,7 @@ def lag_one_autocorrelation(values: Sequence[float]) -> float:
     mean = math.fsum(values) / len(values)
     centred = [v - mean for v in values]
     power = math.fsum(v * v for v in centred)
-    pairs = zip(centred, centred[1:], strict=False)
-    return math.fsum(u * v for u, v in pairs) / power if power > 0 else 0.0
+    return math.fsum(u * v for u, v in pairwise(centred)) / power if power > 0 else 0.0
 
 
 def latency_ratio(
@@ -361,8 +363,8 @@ def latency_ratio(
 ) -> tuple[float, Interval]:
     """Return median(candidate) / median(reference) of step times, with a circular block bootstrap interval.
 
-    Each arm is a list of runs, each run its step times; runs are drawn again first, then blocks inside each, since
-    steps of a run are correlated and runs drift.
+    Each arm is a list of runs, each run its step times; runs are drawn again first, then blocks inside each,
+    since steps of a run are correlated and runs drift.
     """
     import numpy as np
 
@@ -380,13 +382,14 @@ def _block_medians(
 
     series = [np.asarray(run, dtype=np.float64) for run in runs]
     lengths = [block_length(lag_one_autocorrelation(run), len(run)) for run in runs]
-    medians = np.empty(resamples)
-    for i in range(resamples):
-        drawn = []
-        for r in random.integers(0, len(series), size=len(series)):
-            run, length = series[r], lengths[r]
-            starts = random.integers(0, len(run), size=-(-len(run) // length))
-            places = (starts[:, None] + np.arange(length)).ravel()[: len(run)] % len(run)
-            drawn.append(run[places])
-        medians[i] = np.median(np.concatenate(drawn))
-    return medians
+    longest, medians = max(map(len, series)), []
+    for rows in _chunks(resamples, len(runs) * longest):
+        drawn = np.full((rows, len(runs), longest), np.nan)
+        chosen = random.integers(0, len(runs), size=(rows, len(runs)))
+        for r, (run, length) in enumerate(zip(series, lengths, strict=True)):
+            slots = np.nonzero(chosen == r)
+            starts = random.integers(0, len(run), size=(len(slots[0]), -(-len(run) // length), 1))
+            places = (starts + np.arange(length)).reshape(len(starts), -1)[:, : len(run)]
+            drawn[(*slots, slice(0, len(run)))] = run[places % len(run)]
+        medians.append(np.nanmedian(drawn.reshape(rows, -1), axis=1))
+    return np.concatenate(medians)
