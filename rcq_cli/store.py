@@ -1,0 +1,281 @@
+"""Run folders: an append-only writer that survives a kill, and a reader that needs no torch."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rcq_cli import records, steps
+from rcq_cli.errors import SpecError
+from rcq_cli.files import SCHEMA, Appender, disk, read_json, read_lines, replace_with, write_json
+from rcq_cli.protocols import StepArrays
+from rcq_cli.records import Row, TaskFacts
+from rcq_cli.spec import RunSpec, canonical
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COMPLETE, STARTED, ERROR, INTERRUPTED = "complete", "started", "error", "interrupted"
+
+
+def new_folder(out: Path, spec: RunSpec, now: datetime | None = None) -> Path:
+    """Make `<UTC time>-<task>-<mode>-<digest8>` in `out`, write `spec.json` there and return its path.
+
+    Raises `SpecError` when `out` is a file and `BrokenRun` when it cannot be written.
+    """
+    now = now or datetime.now(UTC)
+    if out.exists() and not out.is_dir():
+        raise SpecError(f"--out {str(out)!r} is a file", fix="name a folder", id="RCQ-USE-11")
+    with disk(out):
+        out.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = out / "-".join(
+                (now.strftime("%Y%m%dT%H%M%SZ"), _safe(spec.task), _safe(spec.mode), spec.digest()[:8])
+            )
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                now += timedelta(seconds=1)
+    write_json(folder / "spec.json", {"schema": SCHEMA, **spec.to_json(), "digest": spec.digest()})
+    return folder
+
+
+def find_unfinished(out: Path, spec: RunSpec) -> Path | None:
+    """Return the newest run of exactly this spec in `out` that is not complete."""
+    return next((f for f in _runs_of(out, spec) if RunReader(f).status != COMPLETE), None)
+
+
+def find_complete(out: Path, spec: RunSpec) -> Path | None:
+    """Return the newest complete run of exactly this spec in `out`."""
+    return next((f for f in _runs_of(out, spec) if RunReader(f).status == COMPLETE), None)
+
+
+def _runs_of(out: Path, spec: RunSpec) -> Iterator[Path]:
+    """Yield the folders of this spec, newest first."""
+    digest = spec.digest()
+    found = out.glob(f"*-{digest[:8]}") if out.is_dir() else ()
+    for folder in sorted(found, reverse=True):
+        if (folder / "spec.json").is_file() and RunReader(folder).spec.digest() == digest:
+            yield folder
+
+
+def discard_empty(folder: Path) -> None:
+    """Remove a run folder in which no sample was answered; leave any other."""
+    rows = folder / "examples.jsonl"
+    if rows.exists() and rows.stat().st_size:
+        return
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            entry.unlink()
+        folder.rmdir()
+
+
+def _safe(label: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._=,+]+", "-", label).strip("-")[:80]
+
+
+class RunWriter:
+    """One run being written; a context manager that holds the folder's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        self._examples = Appender(folder / "examples.jsonl", 0)
+        try:
+            if not self._examples.lock():
+                self.notes.append(f"{folder}: this file system has no locks; run one process at a time")
+            self._open()
+        except BaseException:
+            self._examples.close()
+            raise
+
+    def _open(self) -> None:
+        """Read what is there, cut off torn ends, open the other files."""
+        self.rows = self._trimmed(self._examples)
+        self._controls = Appender(self.folder / "controls.jsonl", 0)
+        self.control_rows = self._trimmed(self._controls)
+        self._telemetry = Appender(self.folder / "telemetry.jsonl", 0)
+        self.telemetry = self._trimmed(self._telemetry)
+        self.log = steps.StepLog(self.folder / "steps.jsonl.gz")
+        self._steps: Appender | None = None
+        summary = self.folder / "summary.json"
+        self.complete = summary.exists() and read_json(summary)["status"] == COMPLETE
+        if not self.complete:  # whatever it said is true no longer once rows are added
+            with disk(summary):
+                summary.unlink(missing_ok=True)
+
+    def _trimmed(self, appender: Appender) -> list[dict[str, Any]]:
+        found, good, torn = read_lines(appender.path)
+        if torn:
+            self.notes.append(f"{appender.path.name}: a torn last line was dropped")
+        appender.trim(good)
+        return found
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for appender in (self._steps, self._telemetry, self._controls, self._examples):
+            if appender is not None:
+                appender.close()
+
+    def append_steps(self, sample_id: str, key: str, arrays: StepArrays) -> None:
+        """Append the certificates of one sample."""
+        if self._steps is None:
+            self._steps = Appender(self.log.path, self.log.good_bytes)
+            self._steps.trim(self.log.good_bytes)
+        member = steps.encode(sample_id, key, arrays, SCHEMA)
+        self._steps.append(member)
+        self.log.add(key, len(member))
+
+    def append_row(self, row: Row) -> None:
+        """Append a row; last, so that a row on disk means its certificates and timing are there too."""
+        appender, rows = (
+            (self._examples, self.rows) if row["control"] is None else (self._controls, self.control_rows)
+        )
+        appender.append(_line(row))
+        rows.append(row)
+
+    def append_telemetry(self, record: Mapping[str, Any]) -> None:
+        """Append a clock's or a sensor's record, or a change of status."""
+        self._telemetry.append(_line({"schema": SCHEMA, **record}))
+        self.telemetry.append(dict(record))
+
+    def finish(self, summary: Mapping[str, Any], keys: Sequence[str]) -> None:
+        """Write `summary.json`; before it, a complete run's certificates (`keys`, in order) as Parquet."""
+        complete = summary["status"] == COMPLETE
+        if complete and self.log.members:
+            target = self.folder / "steps.parquet"
+            replace_with(target, lambda temp: steps.write_parquet(temp, self.log.read(keys)))
+        write_json(self.folder / "summary.json", {"schema": SCHEMA, **summary})
+        if complete:
+            with disk(self.log.path):
+                self.log.path.unlink(missing_ok=True)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (canonical(record) + "\n").encode()
+
+
+def last_by_key(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return rows by key; of duplicates the last one wins."""
+    return {row["key"]: row for row in rows}
+
+
+class RunReader:
+    """One stored run, finished or not. Raises `SpecError` for a folder that is no run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "spec.json").is_file():
+            what = f"{str(folder)!r} is no run folder"
+            raise SpecError(what, why="it has no spec.json", fix="name a folder below --out", id="RCQ-USE-11")
+        self.notes: list[str] = []
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was asked."""
+        record = read_json(self.folder / "spec.json")
+        return RunSpec.from_json({k: v for k, v in record.items() if k not in ("schema", "digest")})
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """The flat contract fields, empty before the model was loaded."""
+        fields: dict[str, Any] = self._stored("contract.json").get("fields", {})
+        return fields
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The machine and its software."""
+        return self._stored("environment.json")
+
+    @property
+    def facts(self) -> TaskFacts | None:
+        """What of the task its cells repeat; None before the model was loaded."""
+        stored = self._stored("contract.json").get("facts")
+        return TaskFacts(**stored | {"parts": tuple(stored["parts"])}) if stored else None
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The record of `summary.json`; None for a run that did not come to its end."""
+        return self._stored("summary.json") or None
+
+    @property
+    def status(self) -> str:
+        """`complete`, `error` (samples failed), `interrupted` or `started`."""
+        summary = self.summary
+        if summary:
+            return str(summary["status"])
+        records_found = read_lines(self.folder / "telemetry.jsonl")[0]
+        marks = [record["status"] for record in records_found if record.get("kind") == "status"]
+        return str(marks[-1]) if marks else STARTED
+
+    def _stored(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        return read_json(path) if path.exists() else {}
+
+    def examples(self) -> list[Row]:
+        """Return the rows of scored samples in canonical order, one per sample."""
+        return self._rows("examples.jsonl")
+
+    def controls(self) -> list[Row]:
+        """Return the rows of control samples in canonical order."""
+        return self._rows("controls.jsonl")
+
+    def _rows(self, name: str) -> list[Row]:
+        rows, _, torn = read_lines(self.folder / name)
+        if torn:
+            self.notes.append(f"{name}: a torn last line was left out")
+        parts = self.facts.parts if self.facts else ()
+        return records.ordered(last_by_key(rows).values(), parts)
+
+    def timings(self) -> dict[str, dict[str, Any]]:
+        """Return the clock's record of each row, by row key."""
+        found = read_lines(self.folder / "telemetry.jsonl")[0]
+        return {record["key"]: record for record in found if record.get("kind") == "timing"}
+
+    def cells(self) -> list[dict[str, Any]]:
+        """Return the cells; those of an unfinished run are computed from the rows so far."""
+        summary = self.summary
+        found = summary["cells"] if summary else self._cells_so_far()
+        return [cell | {"run": str(self.folder)} for cell in found]
+
+    def _cells_so_far(self) -> list[dict[str, Any]]:
+        facts = self.facts
+        if facts is None:
+            return []
+        log = steps.StepLog(self.folder / "steps.jsonl.gz")
+        return [
+            done.cell
+            for done in build_cells(self.spec, facts, self.examples(), self.timings(), log, self.status)
+        ]
+
+    def steps(self) -> "pa.Table | None":
+        """Return the table of certificates, whichever form it is stored in; None where none were kept."""
+        path = self.folder / "steps.parquet"
+        if path.exists():
+            return steps.read_parquet(path)
+        log = steps.StepLog(self.folder / "steps.jsonl.gz")
+        return steps.table(log.read(row["key"] for row in self.examples()))
+
+
+def build_cells(
+    spec: RunSpec,
+    facts: TaskFacts,
+    rows: Sequence[Row],
+    timings: Mapping[str, Mapping[str, Any]],
+    log: steps.StepLog,
+    status: str,
+) -> list[records.CellParts]:
+    """Return the cell of every part, in the task's order, with the certificates it was made from."""
+    cells = []
+    for part in facts.parts:
+        mine = [row for row in rows if row["part"] == part]
+        kept = log.read(row["key"] for row in mine if row["status"] == records.OK and row["steps"])
+        certificates = steps.certificate_summary(kept) if any(row["steps"] for row in mine) else None
+        cell = records.cell(spec, facts, part, mine, timings, certificates, status)
+        cells.append(records.CellParts(cell, certificates))
+    return cells
