@@ -1,4 +1,4 @@
-"""The word lists behind generated text: the prose lexicon, the needle vocabulary and their inflected forms."""
+"""The word lists behind generated text: prose lexicon, needle vocabulary and their inflected forms."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def prose_words() -> frozenset[str]:
 
 
 def _verb(entry: str) -> Verb:
-    """Complete `drop dropped` or `carry` to the four forms; a participle equals the past unless it is given."""
+    """Complete `drop dropped` or `carry` to the four forms; a participle equals the past unless given."""
     base, *rest = entry.split()
     past = rest[0] if rest else _regular_past(base)
     participle = rest[1] if len(rest) > 1 else past
@@ -138,7 +138,7 @@ def _ends_in_consonant_y(word: str) -> bool:
 
 
 def _letters(tree: Any, skip: set[str]) -> set[str]:
-    """Collect the words of every string value below `tree`, in lower case; keys named in `skip` are left out."""
+    """Collect the words of every string value below `tree`, in lower case; keys in `skip` are left out."""
     if isinstance(tree, str):
         return {word.lower() for word in _WORD.findall(_SLOT.sub(" ", tree))}
     if isinstance(tree, dict):
