@@ -75,7 +75,7 @@ class TieredStore:
         self.tokens += keys.shape[1]
         size, done = self.fmt.block, 0
         while done < keys.shape[1]:
-            self._seal_full_tail()
+            self.seal_full_tail()
             whole = (keys.shape[1] - done) // size if self.tail_tokens == 0 else 0
             if whole > (0 if seal else 1):
                 stop = done + (whole if seal else whole - 1) * size
@@ -87,9 +87,10 @@ class TieredStore:
                 self.tail_tokens = span.stop
             done = stop
         if seal:
-            self._seal_full_tail()
+            self.seal_full_tail()
 
-    def _seal_full_tail(self) -> None:
+    def seal_full_tail(self) -> None:
+        """Encode the open tail if its last token has arrived."""
         if self.tail_tokens == self.fmt.block:
             self._seal(self.tail[0], self.tail[1])
             self.tail_tokens = 0

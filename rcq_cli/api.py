@@ -1,0 +1,122 @@
+"""The Python API: `LayerCache` for one layer, `attach` for a whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rcq_cli.backends import choose_backend
+from rcq_cli.errors import SpecError
+from rcq_cli.options import parse_options
+from rcq_cli.protocols import Certificate, Geometry, LayerBytes, LayerState, Mode, Step
+from rcq_cli.registry import Registry
+
+MODES: Registry[Mode] = Registry("rcq_cli.modes", "MODE", "mode")
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class LayerCache:
+    """The cache of one attention layer under one mode.
+
+    `keys` and `values` are `[kv_heads, tokens, head_dim]` after RoPE, queries `[query_heads, head_dim]`. For mode
+    `certified`, `||output - exact|| <= total_bound` on every rung, where `exact` is softmax attention in float64 on
+    the stored keys and values. Wrong shapes, dtypes or non-finite input raise `SpecError`, and nothing of a rejected
+    call is stored. Further keywords are options of the mode.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        *,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        backend: str = "auto",
+        scale: float | None = None,
+        **options: Any,
+    ) -> None:
+        entry = MODES.load(mode)
+        _check_heads(query_heads, kv_heads, head_dim)
+        if dtype not in DTYPES:
+            raise SpecError(f"dtype={dtype} is not allowed", fix="allowed: torch.float32, torch.bfloat16, torch.float16")
+        factor = head_dim**-0.5 if scale is None else scale
+        if not (isinstance(factor, int | float) and math.isfinite(factor)):
+            raise SpecError(f"scale={scale!r} is not allowed", fix="give a finite number or None")
+        self.geometry = Geometry(query_heads, kv_heads, head_dim, DTYPES[dtype], str(device), float(factor))
+        self.mode = entry.name
+        chosen = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
+        self._dtype = dtype
+        self._state = entry.open(self.geometry, chosen, choose_backend(backend, self.geometry))
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens stored so far."""
+        return self._state.tokens
+
+    def prefill(self, keys: Tensor, values: Tensor) -> None:
+        """Add `[kv_heads, tokens, head_dim]` keys and values; may be called again."""
+        g = self.geometry
+        shape = (g.kv_heads, None, g.head_dim)
+        self._check("keys", keys, shape)
+        self._check("values", values, (g.kv_heads, keys.shape[1], g.head_dim))
+        self._state.prefill(keys.detach(), values.detach())
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add the `[kv_heads, head_dim]` key and value of one token."""
+        shape = (self.geometry.kv_heads, self.geometry.head_dim)
+        self._check("key", key, shape)
+        self._check("value", value, shape)
+        self._state.append(key.detach(), value.detach())
+
+    def attend(self, query: Tensor) -> Step:
+        """Attend with the `[query_heads, head_dim]` query; return output and certificate (None without one)."""
+        self._check("query", query, (self.geometry.query_heads, self.geometry.head_dim))
+        if self._state.tokens == 0:
+            raise SpecError("attend on an empty cache", fix="call prefill or append first")
+        return self._state.attend(query.detach())
+
+    def bytes(self) -> dict[str, int]:
+        """Return device, host, metadata, scratch and dense_equivalent bytes as allocated now."""
+        return ledger(self._state.bytes())
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+        wanted = "[" + ", ".join("tokens" if n is None else str(n) for n in shape) + "]"
+        if not isinstance(tensor, Tensor):
+            raise SpecError(f"{name} is a {type(tensor).__name__}", fix=f"give a tensor {wanted}")
+        fits = tensor.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, tensor.shape, strict=True))
+        if not fits or 0 in tensor.shape:
+            raise SpecError(f"{name} has shape {list(tensor.shape)}", fix=f"expected {wanted}, at least one token")
+        if tensor.dtype != self._dtype:
+            raise SpecError(f"{name} has dtype {tensor.dtype}", fix=f"expected {self._dtype}, the dtype of this cache")
+        if tensor.device != torch.device(self.geometry.device):
+            raise SpecError(f"{name} is on {tensor.device}", fix=f"expected {self.geometry.device}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise SpecError(f"{name} holds NaN or infinity", fix="only finite numbers can be stored")
+
+
+def ledger(held: LayerBytes) -> dict[str, int]:
+    """Return the five byte counts under their names in the JSON contract."""
+    return {
+        "device": held.device,
+        "host": held.host,
+        "metadata": held.metadata,
+        "scratch": held.scratch,
+        "dense_equivalent": held.dense_equivalent,
+    }
+
+
+def _check_heads(query_heads: int, kv_heads: int, head_dim: int) -> None:
+    for name, value in (("query_heads", query_heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        if not isinstance(value, int) or value < 1:
+            raise SpecError(f"{name}={value!r} is not allowed", fix="give a positive integer")
+    if query_heads % kv_heads:
+        raise SpecError(f"query_heads={query_heads} is no multiple of kv_heads={kv_heads}")
+    if head_dim % 16:
+        raise SpecError(f"head_dim={head_dim} is not allowed", fix="allowed: multiples of 16")

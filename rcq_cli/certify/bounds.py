@@ -1,0 +1,155 @@
+"""Proven bounds on the output error of one decode step, from the masses that the step really used.
+
+All tensors are float64 and `[..., M + 1]` over blocks (the last column is the open tail) unless a shape is given.
+A block is *active* when its tokens contribute to the output and *skipped* when only its keys were read. The joint
+certificate over skipping and quantising goes beyond arXiv:2605.20868, which bounds the two alone; sources of the
+single inequalities are named where they are used. A bound that is NaN counts as infinite.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rcq_cli.certify.spectral import theta
+
+MARGIN = 1.0 + 2.0**-12
+INF = math.inf
+
+
+class Masses(NamedTuple):
+    """What the step's softmax put on each block, in units of the active total."""
+
+    log_weight: Tensor
+    """log of the block's share: log rho on active blocks, log beta on skipped ones (may exceed 0)."""
+    square: Tensor
+    """Sum of squared token weights in the block (S2 or G2)."""
+    log_flushed: Tensor
+    """log of an upper bound on the weight lost to underflow."""
+    skipped: Tensor
+    """bool"""
+
+    def active(self) -> Tensor:
+        """Return rho: the share of each active block, 0 on skipped ones."""
+        return torch.where(self.skipped, 0.0, self.log_weight.exp())
+
+
+class KeyTerms(NamedTuple):
+    """Per-block terms of the key (and skipping) error; `cw` and `c2` grow with the score error of the block."""
+
+    cw: Tensor
+    """Largest shift of weight that score errors in this block can cause."""
+    c2: Tensor
+    """Its squared counterpart for the spectral form."""
+    z_low: Tensor
+    """`[...]` lower bound of the normaliser."""
+    total_variation: Tensor
+    """`[...]` bound on the total variation between used and exact weights, capped at 1."""
+
+
+def key_terms(masses: Masses, delta: Tensor) -> KeyTerms:
+    """Return the per-block terms for score errors of at most `delta`.
+
+    cw = rho * expm1(delta) on active blocks and beta * exp(delta) on skipped ones, plus exp(delta) times what
+    underflow may have lost; Z_lo = sum (rho or beta) * exp(-delta). Formed in the log domain: expm1 overflows long
+    before the product does.
+    """
+    grown = masses.log_weight + delta
+    log_cw = torch.where(masses.skipped, grown, grown + torch.log(-torch.expm1(-delta)))
+    flushed = (masses.log_flushed + delta).exp()
+    cw = _finite_or_inf(log_cw.exp() + flushed)
+    log_c2 = masses.square.log() + 2 * torch.where(
+        masses.skipped, delta, delta + torch.log(-torch.expm1(-delta))
+    )
+    c2 = _finite_or_inf(torch.where(masses.square > 0, log_c2.exp(), 0.0) + flushed.square())
+    shrunk = (masses.log_weight - delta).exp()
+    z_low = shrunk.sum(-1) / MARGIN
+    active = ~masses.skipped
+    moved = torch.where(active, cw, 0.0).sum(-1)
+    widest = torch.tanh(torch.where(active, delta, 0.0).amax(-1) / 2)
+    up_skipped = torch.where(masses.skipped, cw, 0.0).sum(-1)
+    kept = torch.where(active, shrunk, 0.0).sum(-1)
+    lost = torch.where(active, flushed, 0.0).sum(-1) / z_low
+    dropped = torch.where(up_skipped > 0, 1 / (1 + kept / up_skipped), 0.0)
+    variation = (torch.minimum(moved, widest) + lost + dropped) * MARGIN
+    return KeyTerms(cw, c2, z_low, _finite_or_inf(variation).clamp_max(1.0))
+
+
+class Split(NamedTuple):
+    """A bound as the best split of a sorted sum: triangle on the first j blocks, spectral on the rest."""
+
+    order: Tensor
+    """Blocks by falling contribution."""
+    prefix: Tensor
+    """`[..., M + 2]` sums of the first j contributions."""
+    rest: Tensor
+    """`[..., M + 2]` spectral bound of all but the first j."""
+
+    def value(self) -> Tensor:
+        """Return min_j prefix_j + rest_j, `[...]`."""
+        return _finite_or_inf(self.prefix + self.rest).amin(-1) * MARGIN
+
+    def after_removing(self) -> Tensor:
+        """Return what the bound becomes when the first n contributions vanish, for every n: `[..., M + 2]`.
+
+        min over j >= n of prefix_j - prefix_n + rest_j; only steers promotion, the next round computes it anew.
+        """
+        reach = _finite_or_inf(self.prefix + self.rest).flip(-1).cummin(-1).values.flip(-1)
+        return (_finite_or_inf(reach - self.prefix) * MARGIN).clamp_min(0)
+
+
+def key_split(terms: KeyTerms, radius: Tensor, offset: Tensor, spectrum: Tensor) -> Split:
+    """Return the split of sum cw * (rv + h) (triangle) and sqrt(lambda_V sum c2) + h sum cw (spectral), over Z_lo.
+
+    `radius` is rv per block, `offset` `[...]` is h >= ||c0 - o~||, `spectrum` `[...]` is lambda_V.
+    """
+    contribution = terms.cw * (radius + offset[..., None])
+    order = contribution.argsort(dim=-1, descending=True, stable=True)
+    spectral = (spectrum[..., None] * _suffix(terms.c2.gather(-1, order))).sqrt()
+    drift = offset[..., None] * _suffix(terms.cw.gather(-1, order))
+    z = terms.z_low[..., None]
+    return Split(order, _prefix(contribution.gather(-1, order)) / z, (spectral + drift) / z)
+
+
+def value_split(masses: Masses, eta: Tensor, spectrum: Tensor) -> Split:
+    """Return the split of sum rho * eta (triangle) and sqrt(lambda_E sum S2) (spectral); `eta` is 0 where exact.
+
+    The triangle part is the value bound of arXiv:2605.20868, Theorem 1.
+    """
+    inexact = (eta > 0) & ~masses.skipped
+    contribution = torch.where(inexact, masses.active() * eta, 0.0)
+    order = contribution.argsort(dim=-1, descending=True, stable=True)
+    square = torch.where(inexact, masses.square, 0.0).gather(-1, order)
+    spectral = (spectrum[..., None] * _suffix(square) * MARGIN).sqrt()
+    return Split(order, _prefix(contribution.gather(-1, order)), spectral)
+
+
+def rounding(
+    mean_norm: Tensor, output_norm: Tensor, tokens: int, dim: int, total: Tensor, limits: tuple[float, float]
+) -> Tensor:
+    """Return the error of the weighted sum and its normalisation, storing the output left out; `[...]`.
+
+    theta covers `tokens` chained additions, the product, the quotient and the dequantisation of a value: no summand
+    of it exceeds eight times the largest channel of the token, which is 8 * sqrt(dim) of its norm at most.
+    `mean_norm` bounds both sum p ||v|| and sum p ||v'||, `total` is the sum of unnormalised weights, `limits` the
+    unit roundoff and the flush threshold.
+    """
+    roundoff, underflow = limits
+    relative = theta(tokens + 24 + 16 * math.sqrt(dim), roundoff)
+    lost = math.sqrt(dim) * tokens * underflow / total.clamp_min(1.0)
+    error = relative * mean_norm + (relative + 4 * roundoff) * output_norm
+    return (error + torch.where(mean_norm > 0, lost, 0.0)) * MARGIN
+
+
+def _prefix(x: Tensor) -> Tensor:
+    return torch.cat((x.new_zeros(*x.shape[:-1], 1), x.cumsum(-1)), -1)
+
+
+def _suffix(x: Tensor) -> Tensor:
+    """Sums of all but the first j, from the far end: total minus prefix could go negative."""
+    return torch.cat((x.flip(-1).cumsum(-1).flip(-1), x.new_zeros(*x.shape[:-1], 1)), -1)
+
+
+def _finite_or_inf(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, nan=INF, posinf=INF)
