@@ -61,8 +61,8 @@ def view_of(
 ) -> View:
     """Describe `stream`.
 
-    Colour: the flag, RCQ_COLOR, NO_COLOR, FORCE_COLOR, then whether a colour terminal is there. Width: RCQ_WIDTH,
-    the terminal's own, COLUMNS, else none.
+    Colour: the flag, RCQ_COLOR, NO_COLOR, FORCE_COLOR, then whether a colour terminal is there. Width:
+    RCQ_WIDTH, the terminal's own, COLUMNS, else none.
     """
     terminal = stream.isatty()
     return View(

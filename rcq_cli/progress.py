@@ -1,4 +1,4 @@
-"""What long work says while it runs: a live bar on a terminal, a line now and then elsewhere, all on stderr."""
+"""What long work says while it runs: a live bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class State:
         return (now - self.started) / worked * left
 
     def line(self, now: float) -> str:
-        """Return the heartbeat line, `eval 00:03:30 niah 41/100 certified T=8192 12.3 tok/s eta 04:58 errors 0`."""
+        """Return `eval 00:03:30 niah 41/100 certified T=8192 12.3 tok/s eta 04:58 errors 0`."""
         elapsed = round(now - self.started)
         clock = f"{elapsed // 3600:02d}:{elapsed // 60 % 60:02d}:{elapsed % 60:02d}"
         if not self.cell:
@@ -190,7 +190,9 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        console = Console(file=self._stream, no_color=not self._view.color, width=self._view.width, highlight=False)
+        console = Console(
+            file=self._stream, no_color=not self._view.color, width=self._view.width, highlight=False
+        )
         self._state = State(title=title, planned=total, started=self._clock())
         self._live = Progress(
             TextColumn("{task.description}", markup=False),

@@ -1,4 +1,4 @@
-"""Tables and documents as text: terminal, plain, Markdown, CSV, JSON and JSON lines. Nothing here is truncated."""
+"""Tables and documents as text: terminal, plain, Markdown, CSV, JSON, JSON lines; nothing is truncated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STYLES = {
     "title": "bold cyan",
 }
 
-# anchors of a dark-to-light ramp that keeps its order without colour vision; the number stands in each cell anyway
+# a dark-to-light ramp that keeps its order without colour vision; the number stands in each cell anyway
 _RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 
 
@@ -40,7 +40,7 @@ def cell_width(text: str) -> int:
 
 
 def bands(widths: Sequence[int], limit: int | None) -> list[list[int]]:
-    """Split columns into bands that fit `limit`, each opened by column 0; one column too wide for it stands alone."""
+    """Split columns into bands that fit `limit`, each opened by column 0; a wider column stands alone."""
     if limit is None:
         return [list(range(len(widths)))]
     out: list[list[int]] = []
@@ -59,10 +59,10 @@ def table_lines(table: Table, view: View) -> Iterator[str]:
     if table.title:
         yield from (paint(line, "title", view) for line in _wrap(table.title, view.width, ""))
     widths = [
-        max(cell_width(column.title), *(cell_width(row[i].text) for row in table.rows), 0)
+        max([cell_width(column.title), *(cell_width(row[i].text) for row in table.rows)])
         for i, column in enumerate(table.columns)
     ]
-    for number, band in enumerate(bands(widths, view.width)):
+    for number, band in enumerate(bands(widths, view.width) if widths else ()):
         if number:
             yield ""
         yield _line([Cell(table.columns[i].title, "strong") for i in band], band, table.columns, widths, view)
@@ -73,7 +73,9 @@ def table_lines(table: Table, view: View) -> Iterator[str]:
         yield from (paint(line, "faint", view) for line in _wrap(note, view.width, "  "))
 
 
-def _line(cells: list[Cell], band: list[int], columns: Sequence[Column], widths: list[int], view: View) -> str:
+def _line(
+    cells: list[Cell], band: list[int], columns: Sequence[Column], widths: list[int], view: View
+) -> str:
     parts = []
     for cell, index in zip(cells, band, strict=True):
         room = " " * (widths[index] - cell_width(cell.text))
@@ -115,7 +117,9 @@ def _rich_style(style: str) -> str:
 def _ramp(level: float) -> tuple[int, int, int]:
     place = min(max(level, 0.0), 1.0) * (len(_RAMP) - 1)
     low = min(int(place), len(_RAMP) - 2)
-    red, green, blue = (round(a + (b - a) * (place - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True))
+    red, green, blue = (
+        round(a + (b - a) * (place - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)
+    )
     return red, green, blue
 
 
@@ -133,17 +137,19 @@ def _markdown(table: Table) -> str:
     def row(texts: Iterable[str]) -> str:
         return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
-    lines = [f"### {table.title}", ""] if table.title else []
-    lines.append(row(column.title for column in table.columns))
-    lines.append(row("---:" if column.right else "---" for column in table.columns))
-    lines.extend(row(cell.text for cell in cells) for cells in table.rows)
+    parts = [f"### {table.title}"] if table.title else []
+    if table.columns:
+        lines = [row(column.title for column in table.columns)]
+        lines.append(row("---:" if column.right else "---" for column in table.columns))
+        lines.extend(row(cell.text for cell in cells) for cells in table.rows)
+        parts.append("\n".join(lines))
     if table.notes:
-        lines += ["", *(f"- {note}" for note in table.notes)]
-    return "\n".join(lines)
+        parts.append("\n".join(f"- {note}" for note in table.notes))
+    return "\n\n".join(parts)
 
 
 def to_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return records as CSV: nested keys joined by a dot, pairs of numbers as `.low` and `.high`, null as empty."""
+    """Return records as CSV: nested keys joined by a dot, intervals as `.low` and `.high`, null as empty."""
     flat = [dict(_flatten(record)) for record in records]
     names = list(dict.fromkeys(name for record in flat for name in record))
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""Tables between reports and renderers: typed cells with the text that shows them, and how numbers are written."""
+"""Tables between reports and renderers, and how numbers are written in them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class Cell:
 
     text: str
     style: str = ""
-    """`good`, `bad`, `doubt`, `faint`, `strong`, `heat:0.35` or nothing; never the only carrier of a meaning."""
+    """`good`, `bad`, `doubt`, `faint`, `strong`, `heat:0.35` or nothing; never the only carrier of meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a title; the first column names the row and is repeated when a table is too wide for one band."""
+    """Rows under a title; the first column names the row and opens every band of a table that is too wide.
+
+    Without columns it is its title and notes.
+    """
 
     title: str
     columns: tuple[Column, ...]
@@ -44,7 +47,9 @@ class Table:
 
 def without_empty_columns(table: Table, why: str = "") -> Table:
     """Drop the columns that hold `-` in every row, and say which and why below the table."""
-    empty = [i for i in range(1, len(table.columns)) if table.rows and all(r[i].text == "-" for r in table.rows)]
+    empty = [
+        i for i in range(1, len(table.columns)) if table.rows and all(r[i].text == "-" for r in table.rows)
+    ]
     if not empty:
         return table
     kept = [i for i in range(len(table.columns)) if i not in empty]
@@ -94,7 +99,7 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def share(value: float | None) -> str:
-    """Write a share as per cent; what is there but rounds to nothing is `<0.1%`, what is not all is not `100%`."""
+    """Write a share as per cent; what rounds to nothing is `<0.1%`, what is not all is not `100%`."""
     if value is None:
         return "-"
     percent = 100 * value
@@ -120,7 +125,7 @@ def interval(ends: Sequence[float | None] | None, sign: bool = False) -> str:
 
 
 def decimal(value: float | None, *, sign: bool = False) -> str:
-    """Write a score or a difference: three decimals, from 1000 on three significant digits; never `-0.000`."""
+    """Write a score: three decimals, from 1000 on three significant digits; never `-0.000`."""
     if value is None:
         return "-"
     if abs(value) >= 1000:

@@ -1,0 +1,147 @@
+"""What eval and compare share: carrying out a plan, reading the runs, and the document's common part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rcq_cli.errors import BrokenRun, RcqError, UnsupportedHere
+from rcq_cli.progress import progress_for
+from rcq_cli.registry import Registry
+from rcq_cli.shell import Interrupted, Shell
+
+if TYPE_CHECKING:
+    from rcq_cli.presets import Plan
+    from rcq_cli.store import RunReader
+
+Json = Any
+
+EXECUTORS: Registry[Any] = Registry("rcq_cli.executors", "EXECUTOR", "executor")
+PRECEDENCE = (130, 1, 2, 7, 5, 4, 6, 3)
+"""Which exit code wins when several causes apply."""
+
+
+class Limits(NamedTuple):
+    """What of a run's problems is accepted."""
+
+    max_errors: int = 0
+    allow_inactive: bool = False
+
+
+def carry_out(shell: Shell, plan: Plan, *, resume: bool) -> tuple[Path, ...]:
+    """Run every batch and return the run folders in batch and mode order; a stop names the way to go on."""
+    executor = EXECUTORS.load(plan.executor)
+    reason = executor.unsupported()
+    if reason:
+        raise UnsupportedHere(
+            f"executor {plan.executor} cannot run here", reason, "--executor local", "RCQ-ENV-01"
+        )
+    for note in plan.notes:
+        shell.say(note)
+    if shell.verbose:
+        for line in origin_lines(plan):
+            shell.say(line)
+    progress = progress_for(shell.stderr, shell.view(shell.stderr), quiet=shell.quiet)
+    # the executor starts the work; the bar must be visible while models load, hence the title at once
+    progress.start(sum(spec.samples for batch in plan.batches for spec in batch), shell.command)
+    try:
+        folders: tuple[Path, ...] = executor.run(plan.batches, out=plan.out, resume=resume, progress=progress)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "interrupted",
+            f"stopped by a signal; finished samples are stored in {plan.out}",
+            shell.resume_command(),
+            "RCQ-RUN-09",
+        ) from None
+    finally:
+        progress.close()
+    return folders
+
+
+def origin_lines(plan: Plan) -> Iterable[str]:
+    """Say of each run where its values came from."""
+    for batch in plan.batches:
+        for spec in batch:
+            origins = ", ".join(f"{name} {origin}" for name, origin in sorted(spec.origins.items()))
+            yield f"{spec.task} {spec.mode} ctx={spec.ctx}: {origins}"
+
+
+def read_runs(folders: Iterable[Path]) -> list[RunReader]:
+    """Open run folders; raise `BrokenRun` for one that cannot be read."""
+    from rcq_cli.store import RunReader
+
+    return [RunReader(folder) for folder in folders]
+
+
+def cells_of(readers: Iterable[RunReader]) -> list[dict[str, Json]]:
+    """Return the cells of all runs, each with the folder of its run."""
+    return [{**cell, "run": str(reader.folder)} for reader in readers for cell in reader.cells()]
+
+
+def one_of(values: Iterable[str | None]) -> str | None:
+    """Return the value all share, None when there are several."""
+    known = dict.fromkeys(values)
+    return next(iter(known)) if len(known) == 1 else None
+
+
+def contract_of(readers: Sequence[RunReader]) -> str:
+    """Return the contract hash of the runs; of several contracts the hash of their sorted list."""
+    from rcq_cli.contract import contract_hash
+    from rcq_cli.spec import sha256_json
+
+    hashes = sorted({contract_hash(reader.contract) for reader in readers})
+    return hashes[0] if len(hashes) == 1 else sha256_json(hashes)
+
+
+def run_problems(readers: Iterable[RunReader], limits: Limits) -> list[Mapping[str, Json]]:
+    """Return what makes the runs fail beyond `limits`, `{code, kind, what, count}`; `what` names the run."""
+    found: list[Mapping[str, Json]] = []
+    for reader in readers:
+        if reader.summary is None:
+            found.append(
+                {"code": 6, "kind": "status", "what": f"{reader.folder}: run is {reader.status}", "count": 1}
+            )
+            continue
+        entries = [p for p in reader.summary.get("problems", ()) if not _accepted(p, limits)]
+        found += [{**problem, "what": f"{reader.spec.mode}: {problem['what']}"} for problem in entries]
+    return found
+
+
+def _accepted(problem: Mapping[str, Json], limits: Limits) -> bool:
+    if problem["kind"] == "sample_errors":
+        return bool(problem["count"] <= limits.max_errors)
+    return problem["kind"] == "inactive" and limits.allow_inactive
+
+
+def exit_code(codes: Iterable[int]) -> int:
+    """Return the code that outranks the others, 0 when there is none."""
+    present = set(codes)
+    return next((code for code in PRECEDENCE if code in present), 0)
+
+
+def report_problems(shell: Shell, problems: Sequence[Mapping[str, Json]]) -> None:
+    """Write each problem to stderr as an error of three lines, the gravest first."""
+    for problem in sorted(problems, key=lambda p: PRECEDENCE.index(p["code"])):
+        shell.report(_as_error(problem))
+
+
+def _as_error(problem: Mapping[str, Json]) -> RcqError:
+    if problem["code"] == 4:
+        return BrokenRun(
+            problem["what"],
+            "an audited error is above its proven bound: the certificate does not hold",
+            "report this with the run folder; do not use the mode on this model",
+            "RCQ-CERT-01",
+        )
+    fixes = {
+        "sample_errors": "see `error` in examples.jsonl; --max-errors N accepts failed samples",
+        "inactive": "choose a context beyond the mode's budget, or --allow-inactive",
+        "status": "finish it: the same command with --resume",
+    }
+    return BrokenRun(
+        problem["what"],
+        "a run with failed samples, a mode that did nothing or a failed control proves nothing",
+        fixes.get(problem["kind"], "see controls.jsonl in the run folder"),
+        "RCQ-RUN-08",
+    )

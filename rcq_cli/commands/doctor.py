@@ -1,0 +1,194 @@
+"""Show what this machine can do, and what to do about the rest."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+from rcq_cli.commands._options import Format, JsonTarget, Quiet, shell_of
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "numba",
+    "pyarrow",
+    "tokenizers",
+    "nvidia-ml-py",
+    "triton",
+    "ray",
+    "gguf",
+)
+OPTIONAL = {"triton": "gpu", "ray": "ray", "gguf": "gguf"}
+"""Packages rcq works without, and the extra that brings them."""
+STYLES = {
+    "ok": "good",
+    "missing": "bad",
+    "error": "bad",
+    **dict.fromkeys(("absent", "no_library", "no_driver", "no_device", "not_supported"), "doubt"),
+    **dict.fromkeys(("driver_mismatch", "no_permission"), "bad"),
+}
+
+
+class Probe(NamedTuple):
+    """One row: what was looked for, what was found, and what would help."""
+
+    name: str
+    status: str
+    """`ok`, `absent` (rcq works without), `missing` (it does not), or a status of a reading."""
+    value: str | None
+    source: str
+    reason: str = ""
+    fix: str = ""
+
+
+def command(
+    context: typer.Context, format: Format = "table", json: JsonTarget = None, quiet: Quiet = False
+) -> int:
+    """Show what this machine can do: each probe with its status, the reason and a fix."""
+    from rcq_cli.commands._listing import answer_records
+
+    shell = shell_of(context)
+    shell.parsed("doctor", format=format, json_target=json, quiet=quiet)
+    probes = [probe._asdict() for probe in probes_of_this_machine()]
+    answer_records(shell, "probes", probes, styles=STYLES)
+    return 0
+
+
+def probes_of_this_machine() -> Iterator[Probe]:
+    """Yield every probe; none raises."""
+    yield from _software()
+    yield from _host()
+    yield from _devices()
+    yield from _backends()
+    yield from _models()
+    yield _cache()
+    yield from _corpora()
+
+
+def _software() -> Iterator[Probe]:
+    from rcq_cli import __version__
+
+    yield Probe("rcq", "ok", __version__, "rcq_cli")
+    yield Probe("python", "ok", f"{platform.python_version()} on {platform.platform(terse=True)}", "platform")
+    for name in PACKAGES:
+        try:
+            yield Probe(name, "ok", metadata.version(name), "metadata")
+        except metadata.PackageNotFoundError:
+            extra = OPTIONAL.get(name)
+            fix = f"pip install 'rcq[{extra}]'" if extra else f"pip install {name}"
+            yield Probe(name, "absent" if extra else "missing", None, "metadata", "not installed", fix)
+
+
+def _host() -> Iterator[Probe]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Probe("cpu", "ok", f"{usable} usable of {os.cpu_count()} cores, {_cpu_name()}", "os")
+    total = _memory_bytes()
+    if total is None:
+        yield Probe("memory", "not_supported", None, "proc.meminfo", "this system has no /proc/meminfo")
+    else:
+        yield Probe("memory", "ok", f"{total / 2**30:.1f} GiB available", "proc.meminfo")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _memory_bytes() -> int | None:
+    """Return what the kernel says a new process could take."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(found, None)
+
+
+def _devices() -> Iterator[Probe]:
+    from rcq_cli.telemetry.nvml import probe
+
+    nvml = probe()
+    value = ", ".join(nvml.devices) or None
+    yield Probe("nvml", str(nvml.status), value, "nvml", nvml.detail, nvml.fix)
+    try:
+        import torch
+    except ImportError as error:
+        yield Probe("torch device", "missing", None, "torch", str(error), "pip install torch")
+        return
+    yield Probe("cpu threads", "ok", str(torch.get_num_threads()), "torch")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        yield Probe("cuda", "ok", ", ".join(names), "torch", f"CUDA {torch.version.cuda}")
+        return
+    built = torch.version.cuda is not None
+    reason = "torch sees no device" if built else f"torch {torch.__version__} is built without CUDA"
+    yield Probe("cuda", "no_device", None, "torch", reason, "runs continue on the CPU")
+
+
+def _backends() -> Iterator[Probe]:
+    from rcq_cli.backends import BACKENDS
+    from rcq_cli.protocols import Geometry
+
+    device = "cuda" if _has_cuda() else "cpu"
+    geometry = Geometry(
+        query_heads=8, kv_heads=2, head_dim=128, dtype="float32", device=device, scale=128**-0.5
+    )
+    for name in BACKENDS.names():
+        reason = _attempt(lambda name=name: BACKENDS.load(name).unsupported(geometry))
+        status = "ok" if reason is None else "absent"
+        yield Probe(f"backend {name}", status, device if reason is None else None, "kernels", reason or "")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _models() -> Iterator[Probe]:
+    from rcq_cli.commands.models import SOURCES, availability_of
+
+    for name in SOURCES.names():
+        found = availability_of(name)
+        status = "ok" if found.available else "absent"
+        yield Probe(f"model {name}", status, None, "models", found.reason, found.fix)
+
+
+def _cache() -> Probe:
+    from rcq_cli.commands.models import cache_folder
+
+    folder = cache_folder()
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if os.access(place, os.W_OK):
+        return Probe("cache folder", "ok", str(folder), "RCQ_HOME")
+    return Probe(
+        "cache folder", "no_permission", str(folder), "RCQ_HOME", "not writable", "set RCQ_HOME to a folder"
+    )
+
+
+def _corpora() -> Iterator[Probe]:
+    from rcq_cli.presets import TASKS
+
+    for name in TASKS.names():
+        reason = _attempt(lambda name=name: (TASKS.load(name), None)[1])
+        yield Probe(f"task {name}", "ok" if reason is None else "error", None, "tasks", reason or "")
+
+
+def _attempt(action: Any) -> str | None:
+    """Return what `action` returns, or its failure as text: a broken plug-in is a row, not the end of the report."""
+    try:
+        result: str | None = action()
+    except Exception as error:  # noqa: BLE001  whatever a plug-in raises is what the row reports
+        return f"{type(error).__name__}: {error}"
+    return result

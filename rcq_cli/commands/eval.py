@@ -1,0 +1,108 @@
+"""Run tasks with one mode and write a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rcq_cli.commands import _options as o
+
+if TYPE_CHECKING:
+    from rcq_cli.shell import Shell
+    from rcq_cli.store import RunReader
+    from rcq_cli.table import Table
+
+Json = Any
+
+Shard = Annotated[
+    str | None, typer.Option("--shard", metavar="I/N", help="Only the I-th of N equal parts of the samples.")
+]
+
+
+def command(
+    context: typer.Context,
+    task: o.Task = None,
+    ctx: o.Ctx = None,
+    mode: o.ModeName = None,
+    model: o.Model = None,
+    samples: o.Samples = None,
+    seed: o.Seed = None,
+    preset: o.Preset = None,
+    mode_option: o.ModeOption = None,
+    task_option: o.TaskOption = None,
+    backend: o.Backend = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    audit: o.Audit = None,
+    max_errors: o.MaxErrors = 0,
+    allow_inactive: o.AllowInactive = False,
+    keep_prompts: o.KeepPrompts = False,
+    shard: Shard = None,
+    executor: o.Executor = None,
+    out: o.Out = None,
+    resume: o.Resume = False,
+    dry_run: o.DryRun = False,
+    format: o.Format = "table",
+    json: o.JsonTarget = None,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> int:
+    """Run tasks with one mode and write a run.
+
+    Example: rcq eval --task niah --ctx 64k --mode certified
+    """
+    from rcq_cli.commands import _run
+    from rcq_cli.presets import resolve
+
+    shell = o.shell_of(context)
+    shell.parsed("eval", format=format, json_target=json, quiet=quiet, verbose=verbose)
+    o.at_least(max_errors, 0, "--max-errors")
+    given = o.flags_of((mode,) if mode else (), **_named(locals()))
+    plan = resolve("eval", given)
+    if dry_run:
+        from rcq_cli.commands._dry_run import answer_dry_run
+
+        return answer_dry_run(shell, plan)
+    readers = _run.read_runs(_run.carry_out(shell, plan, resume=resume))
+    problems = _run.run_problems(readers, _run.Limits(max_errors, allow_inactive))
+    code = _run.exit_code(problem["code"] for problem in problems)
+    _answer(shell, readers, problems, code)
+    _run.report_problems(shell, problems)
+    return code
+
+
+def _named(values: dict[str, Json]) -> dict[str, Json]:
+    """Return the parameters that belong into `Flags`, by their names there."""
+    return {name: values[name] for name in o.FLAG_NAMES if name in values}
+
+
+def _answer(shell: Shell, readers: Sequence[RunReader], problems: Sequence[Json], code: int) -> None:
+    from rcq_cli.commands import _run
+    from rcq_cli.shell import SCHEMA, Result
+
+    cells = _run.cells_of(readers)
+    document = {
+        "schema": SCHEMA,
+        "command": "eval",
+        "contract": _run.contract_of(readers),
+        "run": _run.one_of(str(reader.folder) for reader in readers),
+        "cells": cells,
+        "problems": list(problems),
+        "exit_code": code,
+    }
+    shell.answer(Result(document, lambda: _tables(document, readers), cells))
+
+
+def _tables(document: dict[str, Json], readers: Sequence[RunReader]) -> tuple[Table, ...]:
+    from rcq_cli.reports.heatmap import REPORT as heatmap
+    from rcq_cli.reports.heatmap import Rows
+    from rcq_cli.reports.summary import REPORT as summary
+
+    runs = [
+        Rows(reader.spec.ctx, reader.spec.mode, cells[0]["metric"], reader.examples())
+        for reader in readers
+        if reader.spec.task_name == "niah" and reader.spec.ctx is not None and (cells := reader.cells())
+    ]
+    return (*summary.tables(document), *heatmap.tables(runs))

@@ -1,0 +1,146 @@
+"""The command line: finds the command, runs it, and is the only place that turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rcq_cli.errors import RcqError, SpecError, UnknownEntry
+from rcq_cli.registry import Registry, did_you_mean
+from rcq_cli.shell import Interrupted, Shell, tolerant
+
+COMMANDS: Registry[Any] = Registry("rcq_cli.commands", "command", "command")
+FIRST = ("eval", "compare", "profile", "trace")
+"""The verbs stand before the helpers in the help."""
+EVERYWHERE = ("--color", "--ascii", "--debug")
+BARE = {"--json": "--json=-", "--audit": "--audit=1.0"}
+"""Options whose value may be left out, and what they then mean."""
+
+SUMMARY = "Is this KV-cache compression safe, what does it cost, and can CI prove it?"
+EPILOG = "Everywhere: --color auto|always|never, --ascii (no other characters), --debug (tracebacks)."
+SHORT_HELP = """\
+rcq: is this KV-cache compression safe, what does it cost, and can CI prove it?
+  rcq compare dense naive certified      judge modes in pairs, on a built-in model
+  rcq eval --task niah --mode certified  measure one mode
+  rcq doctor                             what this machine can do
+  rcq --help                             all commands
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `rcq` with `argv` and return the exit code; nothing escapes."""
+    shell, rest = Shell.from_argv(argv)
+    for stream in (sys.stdout, sys.stderr):
+        tolerant(stream)
+    try:
+        return _run(shell, rest)
+    finally:
+        shell.finish()
+
+
+def _run(shell: Shell, rest: list[str]) -> int:
+    try:
+        shell.check_presentation()
+        if not rest:
+            shell.stderr.write(SHORT_HELP)
+            return 2
+        signal.signal(signal.SIGTERM, _terminate)
+        return _call(shell, with_bare_values(rest))
+    except RcqError as error:
+        return shell.fail(error)
+    except KeyboardInterrupt:
+        return shell.fail(interrupted())
+    except Exception as error:  # noqa: BLE001  the outermost frame: a defect becomes a record, not a traceback
+        return shell.internal_error(error)
+
+
+def _call(shell: Shell, argv: list[str]) -> int:
+    # Typer colours and reflows help by its own rules; plain text is what rcq promises, and is faster
+    os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
+    from typer.exceptions import TyperException
+
+    from rcq_cli.app import build
+
+    try:
+        code = build().main(args=argv, prog_name="rcq", standalone_mode=False, obj=shell)
+    except TyperException as error:
+        raise usage_error(error) from error
+    except SystemExit as stop:
+        # Typer leaves so after completion, and when the reader of a help text has gone away
+        return stop.code if isinstance(stop.code, int) and not _reader_gone() else 0
+    if code == 130:
+        raise interrupted()
+    return code if isinstance(code, int) else 0
+
+
+def _reader_gone() -> bool:
+    return type(sys.stdout).__name__ == "PacifyFlushWrapper"
+
+
+def command_names() -> tuple[str, ...]:
+    """Return the names of all commands, verbs first."""
+    names = COMMANDS.names()
+    return (*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST))
+
+
+def unknown_command(name: str) -> UnknownEntry:
+    """Return the error for a command that is not there."""
+    known = command_names()
+    return UnknownEntry(
+        f"unknown command {name!r}",
+        fix=did_you_mean(name, known) + f"known: {', '.join(known)}",
+        id="RCQ-USE-01",
+    )
+
+
+def summary_of(name: str) -> str:
+    """Return the first line of the docstring of a command's file, without importing it."""
+    spec = find_spec(f"rcq_cli.commands.{name.replace('-', '_')}")
+    if spec is None or spec.origin is None:
+        return ""
+    with Path(spec.origin).open(encoding="utf-8") as file:
+        return file.readline().strip().strip('"').rstrip(".")
+
+
+def with_bare_values(argv: Sequence[str]) -> list[str]:
+    """Write out the value of an option of `BARE` when nothing or another option follows it."""
+    out = list(argv)
+    for i, word in enumerate(argv):
+        if word == "--":
+            break
+        after = argv[i + 1] if i + 1 < len(argv) else "--"
+        if word in BARE and after.startswith("-") and after != "-":
+            out[i] = BARE[word]
+    return out
+
+
+def usage_error(error: Any) -> SpecError:
+    """Return Typer's complaint about the arguments as one of ours, with the near match."""
+    ctx = getattr(error, "ctx", None)
+    where = ctx.command_path if ctx else "rcq"
+    if hasattr(error, "possibilities"):
+        near = get_close_matches(error.option_name, [*(error.possibilities or ()), *EVERYWHERE], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return SpecError(
+            f"unknown option {error.option_name}",
+            fix=f"{hint}{where} --help lists what is allowed",
+            id="RCQ-USE-02",
+        )
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return SpecError(message[:1].lower() + message[1:], fix=f"see {where} --help", id="RCQ-USE-02")
+
+
+def interrupted() -> Interrupted:
+    """Return the error of a command that was stopped before or after its runs."""
+    return Interrupted("interrupted", "stopped by a signal", "start the command again", "RCQ-RUN-09")
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature is the signal module's
+    raise KeyboardInterrupt

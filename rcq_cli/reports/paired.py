@@ -1,0 +1,153 @@
+"""Modes judged in pairs: one block per task and context, modes as rows, the reference first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rcq_cli.reports import _columns
+from rcq_cli.table import (
+    MISSING,
+    Cell,
+    Column,
+    Table,
+    decimal,
+    entry,
+    interval,
+    p_value,
+    significant,
+    without_empty_columns,
+)
+
+Json = Any
+
+COLUMNS = (
+    Column("mode"),
+    Column("score [95%]"),
+    Column("difference [95%]"),
+    Column("verdict"),
+    Column("McNemar p", right=True),
+    Column("flips"),
+    Column("device memory", right=True),
+    Column("host memory", right=True),
+    Column("step time", right=True),
+    Column("bound p50, p95"),
+    Column("rungs used"),
+    Column("violations"),
+)
+_STYLE = {"pass": "good", "fail": "bad", "inconclusive": "doubt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """The table of `rcq compare`."""
+
+    name: str = "paired"
+    summary: str = "each mode against the reference: difference, verdict, memory, time and certificates"
+
+    def tables(self, document: Mapping[str, Json]) -> tuple[Table, ...]:
+        """Return one block per task and context of `document`, then the gate."""
+        cells: Sequence[Mapping[str, Json]] = document["cells"]
+        pairs: Sequence[Mapping[str, Json]] = document["pairs"]
+        places = dict.fromkeys((cell["task"], cell.get("ctx")) for cell in cells)
+        blocks = [
+            _block([c for c in cells if _at(c, place)], [p for p in pairs if _at(p, place)])
+            for place in places
+        ]
+        return (*blocks, _gate(document))
+
+
+def _at(record: Mapping[str, Json], place: tuple[str, int | None]) -> bool:
+    return (record["task"], record.get("ctx")) == place
+
+
+def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Json]]) -> Table:
+    by_mode = {pair["candidate"]: pair for pair in pairs}
+    reference = next((pair["reference"] for pair in pairs), cells[0]["mode"])
+    rows = tuple(_row(cell, by_mode.get(cell["mode"]), cell["mode"] == reference) for cell in cells)
+    notes = [f"{pair['candidate']}: {note}" for pair in pairs for note in _reasons(pair)]
+    notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _columns.engaged(cell))]
+    notes += [f"{cell['mode']}: run is {cell['status']}" for cell in cells if cell["status"] != "complete"]
+    return without_empty_columns(
+        Table(_title(cells, pairs), COLUMNS, rows, tuple(notes)), "nothing was measured there"
+    )
+
+
+def _title(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Json]]) -> str:
+    first = cells[0]
+    parts = [
+        _columns.place(first),
+        _columns.model_name(first),
+        f"{first.get('metric') or 'score'} of n={first['n']}",
+    ]
+    margins = dict.fromkeys(pair["margin"] for pair in pairs if pair.get("margin") is not None)
+    parts += [f"margin {significant(margin)}" for margin in margins]
+    return ", ".join(parts)
+
+
+def _row(cell: Mapping[str, Json], pair: Mapping[str, Json] | None, is_reference: bool) -> tuple[Cell, ...]:
+    return (
+        Cell(cell["mode"], "strong" if is_reference else ""),
+        _columns.score(cell),
+        *(_compared(pair) if pair else (Cell("reference" if is_reference else "-", "faint"), *[MISSING] * 3)),
+        _columns.device(cell),
+        _columns.host(cell),
+        _ratio(pair) if pair else Cell("1.00x") if is_reference and cell.get("step_ms_p50") else MISSING,
+        _columns.bound(cell),
+        _columns.rungs(cell),
+        _columns.violations(cell),
+    )
+
+
+def _compared(pair: Mapping[str, Json]) -> tuple[Cell, Cell, Cell, Cell]:
+    difference, ends = pair.get("difference"), interval(pair.get("difference_ci"), sign=True)
+    verdict = pair.get("verdict") or "-"
+    words = [verdict.upper() if verdict == "fail" else verdict]
+    words += ["(expected)"] if pair.get("expected") and verdict == "fail" else []
+    return (
+        entry(difference, " ".join(filter(None, (decimal(difference, sign=True), ends)))),
+        Cell(" ".join(words), _STYLE.get(verdict, "faint")),
+        entry(pair.get("mcnemar_p"), p_value(pair.get("mcnemar_p"))),
+        _flips(pair),
+    )
+
+
+def _flips(pair: Mapping[str, Json]) -> Cell:
+    lost, won, rate = pair.get("reference_only"), pair.get("candidate_only"), pair.get("flip_rate")
+    if rate is None:
+        return MISSING
+    counts = "" if lost is None or won is None else f" ({lost} lost, {won} won)"
+    return Cell(decimal(rate) + counts)
+
+
+def _ratio(pair: Mapping[str, Json]) -> Cell:
+    ratio = pair.get("latency_ratio")
+    return entry(ratio, "" if ratio is None else f"{ratio:.2f}x")
+
+
+def _reasons(pair: Mapping[str, Json]) -> list[str]:
+    reasons = [*pair.get("labels", ()), *pair.get("reasons", ())]
+    planned, n = pair.get("n_planned"), pair.get("n")
+    if planned is not None and n is not None and n < planned:
+        reasons.append(f"{n} of {planned} planned samples are paired")
+    return [str(reason) for reason in reasons]
+
+
+def _gate(document: Mapping[str, Json]) -> Table:
+    gate = document["gate"]
+    title = f"gate {'passed' if gate['passed'] else 'FAILED'}, exit code {document['exit_code']}"
+    columns = (Column("what was checked"), Column("observed"), Column("result"))
+    rows = tuple(_gate_row(g) for g in gate.get("gates", ()) if g.get("status") != "pass")
+    notes = tuple(str(failure) for failure in gate["failures"])
+    return Table(title, columns if rows else (), rows, notes)
+
+
+def _gate_row(gate: Mapping[str, Json]) -> tuple[Cell, Cell, Cell]:
+    status, value = str(gate.get("status")), gate.get("value")
+    shown = significant(value) if isinstance(value, int | float) else str("-" if value is None else value)
+    style = "bad" if status == "fail" else "doubt" if status in ("inconclusive", "warn") else "faint"
+    return Cell(str(gate["expr"])), Cell(shown), Cell(status, style)
+
+
+REPORT = Paired()
