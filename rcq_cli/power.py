@@ -39,6 +39,7 @@ def mcnemar_power(n: int, reference_only: float, candidate_only: float, level: f
     return power
 
 
+@lru_cache(maxsize=1024)
 def minimum_detectable_loss(
     n: int, candidate_only: float, *, power: float = POWER, level: float = SIGNIFICANCE
 ) -> float | None:

@@ -2,8 +2,8 @@
 
 Words: `b` counts the pairs that only the reference got right, `c` those that only the candidate got right,
 `a` both, `d` neither; a difference is candidate minus reference. `alpha` is one-sided throughout, so
-alpha = 0.025 gives two-sided 95 % intervals. Random numbers come from a PCG64 generator whose seed is a digest
-of a label, so that two processes draw the same ones; NumPy is imported only where it is used.
+alpha = 0.025 gives two-sided 95 % intervals. Random numbers come from a PCG64 generator whose seed is a
+digest of a label, so that two processes draw the same ones; NumPy is imported only where it is used.
 """
 
 import hashlib
@@ -117,15 +117,15 @@ def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
 def mcnemar_exact(b: int, c: int) -> float:
     """Return the two-sided exact McNemar p: min(1, 2 sum_{i<=min(b,c)} C(m,i) / 2^m), m = b + c."""
     m = b + c
-    return min(1.0, 2 * sum(math.comb(m, i) for i in range(min(b, c) + 1)) / 2**m) if m else 1.0
+    return min(1.0, 2 * sum(math.comb(m, i) for i in range(min(b, c) + 1)) / (1 << m)) if m else 1.0
 
 
 def mcnemar_mid_p(b: int, c: int) -> float:
     """Return the mid-p of McNemar's test, which counts half of the observed table."""
     m, k = b + c, min(b, c)
     if b == c:
-        return (2 ** (m + 1) - math.comb(m, b)) / 2 ** (m + 1) if m else 1.0
-    return (2 * sum(math.comb(m, i) for i in range(k)) + math.comb(m, k)) / 2**m
+        return 1.0 - math.comb(m, b) / (1 << (m + 1)) if m else 1.0
+    return (2 * sum(math.comb(m, i) for i in range(k)) + math.comb(m, k)) / (1 << m)
 
 
 def tango_reference_only(x: float, b: float, c: float, n: float) -> float:
@@ -265,26 +265,35 @@ def generator(label: str) -> "np.random.Generator":
 
 
 def bootstrap(
-    sums: Sequence[float],
-    sizes: Sequence[float],
-    *,
+    *strata: tuple[Sequence[float], Sequence[float]],
     key: str,
     alpha: float = ALPHA,
     resamples: int = RESAMPLES,
 ) -> Interval:
     """Return the percentile interval of sum(D) / sum(n) when whole clusters are drawn again.
 
-    `key` names the cell and fixes the draws. With clusters of one sample it is the ordinary bootstrap.
+    A stratum is the sums D and the sizes n of its clusters; with several, each is resampled by itself and the
+    unweighted mean over strata is taken. `key` names the cell and fixes the draws.
     """
+    random, means = generator(f"boot|{key}"), [0.0] * resamples
+    for sums, sizes in strata:
+        drawn = _resampled_means(sums, sizes, random, resamples)
+        means = [mean + value / len(strata) for mean, value in zip(means, drawn, strict=True)]
+    return Interval(percentile(means, 100 * alpha), percentile(means, 100 * (1 - alpha)))
+
+
+def _resampled_means(
+    sums: Sequence[float], sizes: Sequence[float], random: "np.random.Generator", resamples: int
+) -> list[float]:
     import numpy as np
 
-    random, k = generator(f"boot|{key}"), len(sums)
+    k = len(sums)
     totals, counts = np.asarray(sums, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
     means: list[float] = []
     for rows in _chunks(resamples, k):
         drawn = random.integers(0, k, size=(rows, k))
         means.extend((totals[drawn].sum(axis=1) / counts[drawn].sum(axis=1)).tolist())
-    return Interval(percentile(means, 100 * alpha), percentile(means, 100 * (1 - alpha)))
+    return means
 
 
 def sign_flip(sums: Sequence[float], *, key: str, draws: int = FLIP_DRAWS) -> float:
@@ -341,7 +350,7 @@ def smallest_passing_n(margin: float, alpha: float = ALPHA) -> int:
 def block_length(lag_one: float, n: int) -> int:
     """Return the block length for `n` steps: (6 r^2 / (1 - r^2)^2)^(1/3) n^(1/3), r clipped to [0, .97]."""
     r = min(max(lag_one, 0.0), 0.97)
-    length = math.ceil((6 * r * r / (1 - r * r) ** 2) ** (1 / 3) * n ** (1 / 3))
+    length = math.ceil(math.cbrt(6 * r * r / (1 - r * r) ** 2 * n))
     return max(1, min(length, n // 4))
 
 
@@ -387,9 +396,9 @@ def _block_medians(
         drawn = np.full((rows, len(runs), longest), np.nan)
         chosen = random.integers(0, len(runs), size=(rows, len(runs)))
         for r, (run, length) in enumerate(zip(series, lengths, strict=True)):
-            slots = np.nonzero(chosen == r)
-            starts = random.integers(0, len(run), size=(len(slots[0]), -(-len(run) // length), 1))
+            rows_of, slots = np.nonzero(chosen == r)
+            starts = random.integers(0, len(run), size=(len(slots), -(-len(run) // length), 1))
             places = (starts + np.arange(length)).reshape(len(starts), -1)[:, : len(run)]
-            drawn[(*slots, slice(0, len(run)))] = run[places % len(run)]
+            drawn[rows_of, slots, : len(run)] = run[places % len(run)]
         medians.append(np.nanmedian(drawn.reshape(rows, -1), axis=1))
     return np.concatenate(medians)

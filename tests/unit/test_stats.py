@@ -283,23 +283,23 @@ def test_welch_interval_agrees_with_scipy():
 
 def test_bootstrap_reproduces_the_published_interval():
     values = [-1.0] * 31 + [0.0] * 69
-    interval = stats.bootstrap(values, [1.0] * 100, key="naive 8K")
+    interval = stats.bootstrap((values, [1.0] * 100), key="naive 8K")
     assert interval == pytest.approx((-0.40, -0.22), abs=0.0101)
 
 
 def test_cluster_bootstrap_is_wider_than_one_that_ignores_clusters():
     sums = [-2, -9, -4, -2, -6, -1, 0, 0, -7, 0]
-    interval = stats.bootstrap(sums, [10.0] * 10, key="k")
+    interval = stats.bootstrap((sums, [10.0] * 10), key="k")
     assert interval.lower < -0.40
     assert interval.upper > -0.22
 
 
 def test_bootstrap_is_identical_in_another_process():
     code = (
-        "from rcq_cli import stats; print(*stats.bootstrap([1., -2., 0., 5.], [3., 4., 5., 6.], key='cell'))"
+        "from rcq_cli import stats; print(*stats.bootstrap(([1., -2., 0., 5.], [3., 4., 5., 6.]), key='cell'))"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = stats.bootstrap([1.0, -2.0, 0.0, 5.0], [3.0, 4.0, 5.0, 6.0], key="cell")
+    here = stats.bootstrap(([1.0, -2.0, 0.0, 5.0], [3.0, 4.0, 5.0, 6.0]), key="cell")
     assert other.stdout.split() == [repr(v) for v in here]
 
 
