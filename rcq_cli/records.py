@@ -63,6 +63,7 @@ def sample_row(key: str, part: str, sample: Sample, ctx: int | None) -> Row:
         "control": sample.control,
         "prompt_ids_sha256": prompt_sha256(sample.prompt_ids),
         "prompt_tokens": len(sample.prompt_ids),
+        "first_ids": list(sample.prompt_ids[:8]),
         "context_len": sample.context_len,
         "fill_ratio": len(sample.prompt_ids) / budget if budget else None,
         "references": list(sample.references),

@@ -1,0 +1,74 @@
+"""Host memory of this process, as the kernel counts it."""
+
+import re
+import sys
+from pathlib import Path
+
+from rcq_cli.readings import Reading, Status, absent, measured
+
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+FIELDS = {
+    "VmHWM": "vm_hwm_bytes",
+    "VmRSS": "vm_rss_bytes",
+    "RssAnon": "rss_anon_bytes",
+    "VmLck": "vm_locked_bytes",
+}
+"""Peak resident, resident, resident and not backed by files, locked; by the name of the reading."""
+
+
+def memory(path: Path = STATUS) -> dict[str, Reading]:
+    """Return one reading per field of `/proc/self/status`, in bytes.
+
+    `vm_hwm_bytes` is the peak since `reset_peak`, or since the process began where that is refused. A child
+    begins with the peak of its parent, so a peak means something only after a reset.
+    """
+    try:
+        lines = dict(
+            line.split(":", 1)
+            for line in path.read_text("ascii", errors="replace").splitlines()
+            if ":" in line
+        )
+    except FileNotFoundError as error:
+        return {
+            name: absent(Status.NOT_SUPPORTED, f"proc.{field}", str(error)) for field, name in FIELDS.items()
+        }
+    except OSError as error:
+        return {
+            name: absent(Status.NO_PERMISSION, f"proc.{field}", str(error)) for field, name in FIELDS.items()
+        }
+    return {name: _reading(field, lines.get(field)) for field, name in FIELDS.items()}
+
+
+def _reading(field: str, text: str | None) -> Reading:
+    if text is None:
+        return absent(Status.NOT_SUPPORTED, f"proc.{field}", "the kernel does not list it")
+    number, _, unit = text.strip().partition(" ")
+    if not number.isdecimal() or unit.strip() != "kB":
+        return absent(Status.ERROR, f"proc.{field}", f"unexpected {text.strip()!r}")
+    return measured(int(number) * 1024, f"proc.{field}")
+
+
+def free_bytes(device: str, path: Path = Path("/proc/meminfo")) -> Reading:
+    """Return the bytes that can still be had on `device` (`cpu`, `cuda:0`)."""
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and torch is not None and torch.cuda.is_available():
+        return measured(torch.cuda.mem_get_info(device)[0], "torch.mem_get_info")
+    try:
+        found = re.search(
+            r"^MemAvailable:\s*(\d+) kB$", path.read_text("ascii", errors="replace"), re.MULTILINE
+        )
+    except OSError as error:
+        return absent(Status.NOT_SUPPORTED, "proc.MemAvailable", str(error))
+    if found is None:
+        return absent(Status.NOT_SUPPORTED, "proc.MemAvailable", "the kernel does not list it")
+    return measured(int(found[1]) * 1024, "proc.MemAvailable")
+
+
+def reset_peak(path: Path = CLEAR) -> bool:
+    """Set the peak back to what is resident now; False where the kernel refuses it."""
+    try:
+        path.write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
