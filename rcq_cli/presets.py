@@ -1,11 +1,8 @@
 """From flags, settings file and preset to run specs, with the origin of each value."""
 
-import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +10,7 @@ from rcq_cli.errors import SpecError, UnknownEntry
 from rcq_cli.options import options_dict, parse_options, parse_tokens, split_label, split_pairs
 from rcq_cli.protocols import Mode, Task
 from rcq_cli.registry import Registry, did_you_mean
+from rcq_cli.settings import load_preset, load_settings
 from rcq_cli.spec import DTYPES, RunSpec
 
 TASKS: Registry[Task] = Registry("rcq_cli.tasks", "TASK", "task")
@@ -21,11 +19,6 @@ BACKENDS: Registry[Any] = Registry("rcq_cli.kernels", "BACKEND", "backend")
 
 Batch = tuple[RunSpec, ...]
 """Specs that differ in mode only, so they share prompts and prefills; the first is the reference."""
-
-_SHARED = ("model", "tasks", "ctx", "mode", "modes", "samples", "seed", "backend", "device", "dtype", "audit")
-_OPTIONS = ("task_options", "mode_options")
-PRESET_KEYS = ("summary", "needs", *_SHARED, *_OPTIONS)
-FILE_KEYS = ("preset", "out", "executor", *_SHARED, *_OPTIONS)
 
 _DEFAULTS: dict[str, Any] = {
     "model": "needle",
@@ -97,65 +90,6 @@ def resolve(command: str, flags: Flags, *, folder: Path | None = None) -> Plan:
     takes the preset `smoke` when no flag says what to measure. Raises `SpecError` for what does not fit.
     """
     return _Resolver(command, flags, load_settings(folder or Path.cwd())).plan()
-
-
-def preset_names() -> tuple[str, ...]:
-    """Return the presets that stand in `profiles/`, in alphabetical order."""
-    found = (entry.name for entry in files("rcq_cli.profiles").iterdir())
-    return tuple(sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml")))
-
-
-def load_preset(name: str) -> dict[str, Any]:
-    """Return the preset `name`; raise `UnknownEntry` if there is none, `SpecError` for an unknown key."""
-    names = preset_names()
-    if name not in names:
-        known = f"known: {', '.join(names)}"
-        raise UnknownEntry(f"unknown preset {name!r}", fix=did_you_mean(name, names) + known, id="RCQ-USE-01")
-    import yaml
-
-    values = yaml.safe_load(files("rcq_cli.profiles").joinpath(f"{name}.yaml").read_text("utf-8"))
-    return _checked(values or {}, PRESET_KEYS, f"preset {name}")
-
-
-def load_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of `$RCQ_CONFIG`, else of the nearest `rcq.toml` or `[tool.rcq]` above `folder`."""
-    named = os.environ.get("RCQ_CONFIG")
-    if named:
-        path = Path(named)
-        if not path.is_file():
-            raise SpecError(f"RCQ_CONFIG names {named!r}, which is no file", id="RCQ-USE-08")
-        return _checked(_settings_of(path), FILE_KEYS, str(path))
-    for parent in (folder, *folder.parents):
-        for path in (parent / "rcq.toml", parent / "pyproject.toml"):
-            values = _settings_of(path) if path.is_file() else {}
-            if values:
-                return _checked(values, FILE_KEYS, str(path))
-    return {}
-
-
-def _settings_of(path: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SpecError(f"{path} cannot be read", why=str(error), id="RCQ-USE-08") from error
-    found: dict[str, Any] = table if path.name != "pyproject.toml" else table.get("tool", {}).get("rcq", {})
-    return found
-
-
-def _checked(values: Any, known: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise SpecError(f"{where} is no table of settings", id="RCQ-USE-08")
-    for key in values:
-        if key not in known:
-            hint = did_you_mean(str(key), known)
-            raise SpecError(
-                f"unknown key {key!r} in {where}", fix=f"{hint}known: {', '.join(known)}", id="RCQ-USE-08"
-            )
-    for key in _OPTIONS:
-        table = values.get(key, {})
-        if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
-            raise SpecError(f"{key} in {where} must map names to tables of options", id="RCQ-USE-08")
-    return values
 
 
 @dataclass(slots=True)
