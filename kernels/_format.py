@@ -23,7 +23,9 @@ class TierFormat:
     def check(self, head_dim: int) -> None:
         """Raise `SpecError` when this format does not fit `head_dim`."""
         if not 2 <= self.block <= 1024:
-            raise SpecError(f"block={self.block} is not allowed", fix="allowed: 2 to 1024 tokens", id="RCQ-USE-11")
+            raise SpecError(
+                f"block={self.block} is not allowed", fix="allowed: 2 to 1024 tokens", id="RCQ-USE-11"
+            )
         if self.group < 2 or head_dim % self.group:
             raise SpecError(
                 f"group={self.group} does not divide head dim {head_dim}",
@@ -35,7 +37,9 @@ class TierFormat:
             ("value-meta", self.value_meta, ("two-level", "float16")),
         ):
             if value not in allowed:
-                raise SpecError(f"{name}={value!r} is not allowed", fix=f"allowed: {', '.join(allowed)}", id="RCQ-USE-11")
+                raise SpecError(
+                    f"{name}={value!r} is not allowed", fix=f"allowed: {', '.join(allowed)}", id="RCQ-USE-11"
+                )
 
     @property
     def key_dtype(self) -> torch.dtype:

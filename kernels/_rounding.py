@@ -20,7 +20,9 @@ def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     step = torch.where(torch.signbit(rounded), -1, 1).to(bits.dtype)
     above = (bits + step).view(dtype)
     low = rounded.double() < x
-    return torch.where(low, torch.where(rounded == 0, torch.full_like(rounded, smallest(dtype)), above), rounded)
+    return torch.where(
+        low, torch.where(rounded == 0, torch.full_like(rounded, smallest(dtype)), above), rounded
+    )
 
 
 def round_down(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,30 @@ from torch import Tensor
 from rcq_cli.backends import choose_backend
 from rcq_cli.errors import SpecError
 from rcq_cli.options import parse_options
-from rcq_cli.protocols import Certificate, Geometry, LayerBytes, LayerState, Mode, Step
+from rcq_cli.protocols import Geometry, LayerBytes, Mode, Step
 from rcq_cli.registry import Registry
+
+if TYPE_CHECKING:
+    from rcq_cli.engine.session import Session
 
 MODES: Registry[Mode] = Registry("rcq_cli.modes", "MODE", "mode")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def attach(
+    model: Any, mode: str, *, backend: str = "auto", **options: Any
+) -> AbstractContextManager[Session]:
+    """Let `mode` keep the cache of a transformers decoder inside a `with` block.
+
+    `model.generate` then gives each call a cache of its own; the block yields a `Session` with `summary()` and
+    `steps()`. Further keywords are options of the mode. Raises `UnsupportedModel`, `SpecError` or `UnsupportedHere`.
+    Afterwards the model, its config and the registries of transformers are as before.
+    """
+    from rcq_cli.engine.session import attach_session
+
+    entry = MODES.load(mode)
+    chosen = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
+    return attach_session(model, entry, chosen, backend)
 
 
 class LayerCache:
@@ -45,7 +63,9 @@ class LayerCache:
         entry = MODES.load(mode)
         _check_heads(query_heads, kv_heads, head_dim)
         if dtype not in DTYPES:
-            raise SpecError(f"dtype={dtype} is not allowed", fix="allowed: torch.float32, torch.bfloat16, torch.float16")
+            raise SpecError(
+                f"dtype={dtype} is not allowed", fix="allowed: torch.float32, torch.bfloat16, torch.float16"
+            )
         factor = head_dim**-0.5 if scale is None else scale
         if not (isinstance(factor, int | float) and math.isfinite(factor)):
             raise SpecError(f"scale={scale!r} is not allowed", fix="give a finite number or None")
@@ -90,11 +110,17 @@ class LayerCache:
         wanted = "[" + ", ".join("tokens" if n is None else str(n) for n in shape) + "]"
         if not isinstance(tensor, Tensor):
             raise SpecError(f"{name} is a {type(tensor).__name__}", fix=f"give a tensor {wanted}")
-        fits = tensor.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, tensor.shape, strict=True))
+        fits = tensor.ndim == len(shape) and all(
+            n is None or n == m for n, m in zip(shape, tensor.shape, strict=True)
+        )
         if not fits or 0 in tensor.shape:
-            raise SpecError(f"{name} has shape {list(tensor.shape)}", fix=f"expected {wanted}, at least one token")
+            raise SpecError(
+                f"{name} has shape {list(tensor.shape)}", fix=f"expected {wanted}, at least one token"
+            )
         if tensor.dtype != self._dtype:
-            raise SpecError(f"{name} has dtype {tensor.dtype}", fix=f"expected {self._dtype}, the dtype of this cache")
+            raise SpecError(
+                f"{name} has dtype {tensor.dtype}", fix=f"expected {self._dtype}, the dtype of this cache"
+            )
         if tensor.device != torch.device(self.geometry.device):
             raise SpecError(f"{name} is on {tensor.device}", fix=f"expected {self.geometry.device}")
         if not bool(torch.isfinite(tensor).all()):

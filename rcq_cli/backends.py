@@ -20,7 +20,10 @@ def choose_backend(name: str, geometry: Geometry) -> Any:
         reason = backend.unsupported(geometry)
         if reason:
             raise UnsupportedHere(
-                f"backend {backend.name} cannot run here", why=reason, fix="use --backend auto", id="RCQ-ENV-03"
+                f"backend {backend.name} cannot run here",
+                why=reason,
+                fix="use --backend auto",
+                id="RCQ-ENV-03",
             )
         return backend
     reasons = []

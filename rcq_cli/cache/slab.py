@@ -12,7 +12,9 @@ class Slab:
     Rows are never rewritten once a fork exists: a fork shares them and copies on its next growth.
     """
 
-    def __init__(self, heads: int, tail: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, heads: int, tail: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.data = torch.empty(heads, 0, *tail, dtype=dtype, device=device)
         self.length = 0
 

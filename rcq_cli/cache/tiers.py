@@ -38,7 +38,9 @@ class TieredStore:
     `originals=False` keeps no tier 2 (mode `naive`). Keys and values are `[Hkv, T, D]`, keys after RoPE.
     """
 
-    def __init__(self, geometry: Geometry, fmt: TierFormat, backend: Reference, *, originals: bool = True) -> None:
+    def __init__(
+        self, geometry: Geometry, fmt: TierFormat, backend: Reference, *, originals: bool = True
+    ) -> None:
         fmt.check(geometry.head_dim)
         self.geometry, self.fmt, self.backend = geometry, fmt, backend
         heads, dim = geometry.kv_heads, geometry.head_dim
@@ -130,7 +132,9 @@ class TieredStore:
         self.raw_bounds.extend(torch.stack((k.norm(dim=-1).amax(-1), exact[..., 3]), -1).cpu() * MARGIN)
         if self.originals is not None:
             self.residual_spectrum.add(torch.where(raw[..., None, None], 0.0, residual).flatten(1, 2))
-            tier1 = _checksum([rows.flatten(2) for rows in (*blocks.values(), self.annotations.rows[:, -raw.shape[1] :])])
+            tier1 = _checksum(
+                [rows.flatten(2) for rows in (*blocks.values(), self.annotations.rows[:, -raw.shape[1] :])]
+            )
             self.checks.extend(torch.stack((tier1, _checksum([keys.flatten(2), values.flatten(2)])), -1))
         self.coded_elems += keys.numel() + values.numel()
 
@@ -157,7 +161,8 @@ class TieredStore:
         assert self.originals is not None
         limit = self.block_count * self.fmt.block
         keys, values = (
-            slab.data[:, :limit].unflatten(1, (self.block_count, self.fmt.block))[heads, blocks] for slab in self.originals
+            slab.data[:, :limit].unflatten(1, (self.block_count, self.fmt.block))[heads, blocks]
+            for slab in self.originals
         )
         found = _checksum([keys.flatten(1), values.flatten(1)], leading=1)
         if not torch.equal(found, self.checks.rows[heads, blocks, 1]):
@@ -218,7 +223,10 @@ class TieredStore:
             twin.originals = tuple(slab.fork() for slab in self.originals)
         twin.tail, twin.tail_tokens = self.tail.clone(), self.tail_tokens
         twin.centre, twin.tokens, twin.coded_elems = self.centre, self.tokens, self.coded_elems
-        twin.value_spectrum, twin.residual_spectrum = self.value_spectrum.fork(), self.residual_spectrum.fork()
+        twin.value_spectrum, twin.residual_spectrum = (
+            self.value_spectrum.fork(),
+            self.residual_spectrum.fork(),
+        )
         return twin
 
     def bytes(self, scratch: int = 0) -> LayerBytes:
@@ -266,7 +274,11 @@ def _checksum(parts: list[Tensor], leading: int = 2) -> Tensor:
     total = torch.zeros(parts[0].shape[:leading], dtype=torch.int64)
     seed = 1
     for part in parts:
-        raw = part.contiguous().view(torch.uint8).cpu() if part.dtype != torch.uint8 else part.contiguous().cpu()
+        raw = (
+            part.contiguous().view(torch.uint8).cpu()
+            if part.dtype != torch.uint8
+            else part.contiguous().cpu()
+        )
         pad = -raw.shape[-1] % 8
         if pad:
             raw = torch.cat((raw, raw.new_zeros(*raw.shape[:-1], pad)), -1)

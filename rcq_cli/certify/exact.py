@@ -51,7 +51,9 @@ def score_slack(query_norm: Tensor, key_norm: Tensor, scale: float, dim: int) ->
     theta(d + 8) ||q|| ||k|| |scale| for the dot product in any order, dequantisation and the scale; the rest for
     the two subtractions of maxima (differences beyond 745 flush to zero) and the exponential itself.
     """
-    return (theta(dim + 8, ROUNDOFF) * query_norm * key_norm * abs(scale) + (4 * 745 + 16) * ROUNDOFF) * MARGIN
+    return (
+        theta(dim + 8, ROUNDOFF) * query_norm * key_norm * abs(scale) + (4 * 745 + 16) * ROUNDOFF
+    ) * MARGIN
 
 
 def store(output: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

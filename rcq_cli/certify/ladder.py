@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.tiers import Annotations, TieredStore
-from rcq_cli.certify.bounds import MARGIN, KeyTerms, Masses, Split, key_split, key_terms, rounding, value_split
+from rcq_cli.certify.bounds import (
+    MARGIN,
+    KeyTerms,
+    Masses,
+    Split,
+    key_split,
+    key_terms,
+    rounding,
+    value_split,
+)
 from rcq_cli.certify.exact import as_groups, exact_attention, score_slack, store
 from rcq_cli.protocols import Certificate, Step
 
@@ -92,7 +101,11 @@ class CertifiedStep:
         reach = (self.notes.kappa + self.notes.rk)[:, None]
         self.slack = score_slack(norm, reach, self.scale, dim)
         coded = torch.minimum(half_step, norm * self.notes.rk[:, None, :-1]) * (abs(self.scale) * MARGIN)
-        self.delta_coded = torch.cat((coded, torch.zeros_like(coded[..., :1])), -1) + self.slack if self.blocks else self.slack
+        self.delta_coded = (
+            torch.cat((coded, torch.zeros_like(coded[..., :1])), -1) + self.slack
+            if self.blocks
+            else self.slack
+        )
         finite = torch.isfinite(self.scores).all() and torch.isfinite(self.tail_scores).all()
         self.finite = bool(finite) and bool(torch.isfinite(self.slack).all())
 
@@ -203,7 +216,9 @@ class CertifiedStep:
         square = self.square * (2 * relative).exp()
         count = torch.full_like(self.mass, self.cache.fmt.block)
         count[..., -1] = self.tail_keys.shape[1]
-        log_flushed = count.log() + (self.peak - top).clamp_max(math.log(self.backend.underflow)) - total.log()
+        log_flushed = (
+            count.log() + (self.peak - top).clamp_max(math.log(self.backend.underflow)) - total.log()
+        )
         return Masses(log_weight, square, log_flushed, skipped), factor / total, total[..., 0]
 
     def evaluate(self) -> tuple[Tensor, Tensor, Bounds]:
@@ -216,7 +231,10 @@ class CertifiedStep:
         rv = self.notes.rv[:, None]
         mean = (masses.active() * (rv + self.centre.norm(dim=-1)[:, None, None] + eta)).sum(-1) * MARGIN
         limits = (self.backend.roundoff, self.backend.underflow)
-        fp = rounding(mean, exact_output.norm(dim=-1), self.cache.tokens, self.query.shape[-1], total, limits) + stored
+        fp = (
+            rounding(mean, exact_output.norm(dim=-1), self.cache.tokens, self.query.shape[-1], total, limits)
+            + stored
+        )
         values = value_split(masses, eta.expand_as(self.mass), self.residual_spectrum.expand_as(norm))
         value_bound = values.value()
         limit = self._limit(norm)
@@ -309,7 +327,9 @@ class CertifiedStep:
             chosen = _prefix_blocks(bounds.key_split, half, keys, self.wanted_keys)
             self.wanted_keys |= chosen & ~self.exact_keys[:, None]
             cost = torch.where(self.read[:, None], 0.0, bounds.contribution[..., :-1])
-            self._read_values(self._dearest(cost, torch.where(keys, half * SKIP_SHARE, torch.inf)) & ~self.read)
+            self._read_values(
+                self._dearest(cost, torch.where(keys, half * SKIP_SHARE, torch.inf)) & ~self.read
+            )
             self.promote_keys(chosen.any(1))
             self._read_values(chosen.any(1) & ~self.read)
         values = over & (bounds.value > half)
@@ -358,7 +378,9 @@ class CertifiedStep:
     def _whole_layer(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rung 4: the dense call on the originals; its error is measured against float64 attention."""
         keys, values = self._everything()
-        output = self.backend.dense(self.raw_query, keys, values, self.scale).unflatten(0, self.query.shape[:2])
+        output = self.backend.dense(self.raw_query, keys, values, self.scale).unflatten(
+            0, self.query.shape[:2]
+        )
         truth = exact_attention(self.query, keys, values, self.scale)
         stored, _ = store(truth.output, self.cache.dtype)
         # the library may overflow where float64 does not
@@ -382,7 +404,9 @@ class CertifiedStep:
             return torch.where(exact, self.blocks, per_head).flatten().to(torch.int32)
 
         key, value, dropped, fp = (part.flatten() for part in parts)
-        skipped = torch.where(exact, 0, (~self.read).sum(-1)[:, None].expand(-1, group)).flatten().to(torch.int32)
+        skipped = (
+            torch.where(exact, 0, (~self.read).sum(-1)[:, None].expand(-1, group)).flatten().to(torch.int32)
+        )
         certificate = Certificate(
             key_bound=key,
             value_bound=value,

@@ -51,7 +51,11 @@ class SpectralBound:
     def fork(self) -> "SpectralBound":
         """Return an independent copy."""
         twin = SpectralBound(0, 0)
-        twin.gram, twin.reference, twin.pending = self.gram.clone(), self.reference.clone(), self.pending.clone()
+        twin.gram, twin.reference, twin.pending = (
+            self.gram.clone(),
+            self.reference.clone(),
+            self.pending.clone(),
+        )
         return twin
 
     @property

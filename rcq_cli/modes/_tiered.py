@@ -55,6 +55,6 @@ class TieredCounters:
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise `SpecError` unless low <= value <= high."""
     if not low <= value <= high:
-        raise SpecError(f"{name}={value:g} is not allowed", fix=f"allowed: {low:g} to {high:g}", id="RCQ-USE-11")
-
-
+        raise SpecError(
+            f"{name}={value:g} is not allowed", fix=f"allowed: {low:g} to {high:g}", id="RCQ-USE-11"
+        )

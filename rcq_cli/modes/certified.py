@@ -111,7 +111,9 @@ class Certified:
     """Enforced budget under our bounds."""
 
     name = "certified"
-    summary = "INT8 keys, INT4 values, originals on the host; every head certified within eps or recomputed exactly"
+    summary = (
+        "INT8 keys, INT4 values, originals on the host; every head certified within eps or recomputed exactly"
+    )
     label = "certified"
     certifies = True
     Options = Options

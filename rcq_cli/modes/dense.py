@@ -48,7 +48,9 @@ class DenseLayer:
     def exact(self, query: Tensor) -> Tensor:
         """Return float64 attention, `[Hq, D]`."""
         groups = as_groups(query, self.geometry.kv_heads)
-        return exact_attention(groups, self.keys.rows, self.values.rows, self.geometry.scale).output.flatten(0, 1)
+        return exact_attention(groups, self.keys.rows, self.values.rows, self.geometry.scale).output.flatten(
+            0, 1
+        )
 
     def fork(self) -> "DenseLayer":
         """Return an independent copy."""
@@ -57,14 +59,16 @@ class DenseLayer:
         return twin
 
     def bytes(self) -> LayerBytes:
-        """Return what is allocated now."""
+        """Return the bytes of the tokens held: the reference carries no slack of our growth rule."""
         g = self.geometry
-        held = self.keys.nbytes + self.values.nbytes
+        held = self.keys.rows.nbytes + self.values.rows.nbytes
         return LayerBytes(held, 0, 0, 0, 2 * g.kv_heads * self.tokens * g.head_dim * 2)
 
     def engagement(self) -> Engagement:
         """Return the calls that went through the engine."""
-        return Engagement(self.steps, self.steps, 0, 0, self.steps > 0, "" if self.steps else "no_decode_steps")
+        return Engagement(
+            self.steps, self.steps, 0, 0, self.steps > 0, "" if self.steps else "no_decode_steps"
+        )
 
 
 class Dense:

@@ -64,7 +64,9 @@ class NaiveLayer:
     def exact(self, query: Tensor) -> Tensor:
         """Raise `SpecError`: no originals are kept."""
         del query
-        raise SpecError("mode naive keeps no originals, so there is nothing to audit against", fix="audit certified")
+        raise SpecError(
+            "mode naive keeps no originals, so there is nothing to audit against", fix="audit certified"
+        )
 
     def fork(self) -> "NaiveLayer":
         """Return an independent copy."""

@@ -1,0 +1,226 @@
+"""Prefill once, decode under any mode: exact control of phases, timing and audits."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rcq_cli.backends import choose_backend
+from rcq_cli.engine.hook import (
+    Hook,
+    ManagedLayer,
+    attached,
+    check_model,
+    fork_cache,
+    make_cache,
+    managed_layers,
+)
+from rcq_cli.engine.recorder import StepRecorder
+from rcq_cli.errors import BrokenRun, UnsupportedHere
+from rcq_cli.protocols import Completion, Decoded, Json, LayerBytes, LayerState, Loaded, Mode, Sample
+
+
+@dataclass
+class Prefill:
+    """The dense prefill of one context, shared by every mode and question that builds on it."""
+
+    tokens: int
+    ns: int
+    cache: Any
+    logits: Tensor
+    """float32 `[V]` logits of the last position."""
+    opened: dict[tuple[str, Any], list[LayerState]] = field(default_factory=dict)
+    """Compressed states by mode and options, kept while further questions may need them."""
+
+
+class Engine:
+    """One loaded model, ready to answer samples under any mode."""
+
+    def __init__(self, loaded: Loaded, *, backend: str) -> None:
+        self.loaded, self.model = loaded, loaded.model
+        self.note = check_model(self.model)
+        config = self.model.config.get_text_config(decoder=True)
+        self.hook = Hook(config.num_hidden_layers)
+        self.backend_request = backend
+        self.backend_name = backend
+        self.layers: tuple[int, ...] = tuple(managed_layers(make_cache(self.model, 0)))
+        self.unmanaged = config.num_hidden_layers - len(self.layers)
+        self.hook.managed = frozenset(self.layers)
+        if self.model.device.type != "cpu":
+            raise UnsupportedHere(
+                f"device {self.model.device} cannot be served",
+                why="this version decodes on the CPU",
+                fix="--device cpu",
+            )
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int]) -> Prefill:
+        """Run the prompt `ids` through the model, nothing compressed; raise `BrokenRun` on NaN logits."""
+        cache = make_cache(self.model, len(ids))
+        tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.model.device)
+        self.hook.on_prefilled = lambda layer: None
+        self.hook.last_row_only = True
+        started = time.perf_counter_ns()
+        with attached(self.model, self.hook):
+            for start in range(0, len(ids), self.loaded.prefill_chunk):
+                chunk = tokens[:, start : start + self.loaded.prefill_chunk]
+                logits = self.model(chunk, cache=cache, use_cache=True, logits_to_keep=1).logits
+        spent = time.perf_counter_ns() - started
+        return Prefill(len(ids), spent, cache, _checked(logits))
+
+    @torch.inference_mode()
+    def decode(
+        self, prefill: Prefill, sample: Sample, mode: Mode, options: Any, *, audit: float = 0.0
+    ) -> Decoded:
+        """Answer `sample` greedily under `mode`, starting from the prefill of its first `context_len` tokens.
+
+        `audit` is the share of steps whose true error is measured. Raises `BrokenRun` on NaN or infinite logits.
+        """
+        cache = fork_cache(prefill.cache)
+        for layer, state in zip(
+            managed_layers(cache).values(), self._states(prefill, sample, mode, options), strict=True
+        ):
+            layer.hand_over(state)
+        recorder = StepRecorder(self.layers, audit=audit, seed=sample.seed, certifies=mode.certifies)
+        self.hook.on_step = recorder.record
+        self.hook.last_row_only = False
+        question = sample.prompt_ids[sample.context_len :]
+        logits, first, steps_ns = prefill.logits, "", []
+        output: list[int] = []
+        stops = {*sample.stop_ids, *self.loaded.tokenizer.eos_ids}
+        reason = "length"
+        with attached(self.model, self.hook):
+            pending: list[int] = list(question)
+            while True:
+                if pending:
+                    recorder.begin(len(pending))
+                    started = time.perf_counter_ns()
+                    raw = self.model(
+                        torch.tensor([pending], device=self.model.device),
+                        cache=cache,
+                        use_cache=True,
+                        logits_to_keep=1,
+                    ).logits
+                    spent = time.perf_counter_ns() - started - recorder.audit_ns
+                    logits = _checked(raw)
+                    if len(pending) == 1:
+                        steps_ns.append(spent)
+                    first = first or hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+                token = int(logits.argmax())
+                output.append(token)
+                if token in stops:
+                    reason = "stop" if token in sample.stop_ids else "eos"
+                    break
+                if len(output) >= sample.max_new_tokens:
+                    break
+                pending = [token]
+        return self._decoded(sample, mode, prefill, cache, recorder, output, reason, steps_ns, first)
+
+    def _states(self, prefill: Prefill, sample: Sample, mode: Mode, options: Any) -> list[LayerState]:
+        """Compress the prefill under a mode; further questions on one context fork what the first one made."""
+        shared = sample.context_len < len(sample.prompt_ids)
+        key = (mode.name, options)
+        if key in prefill.opened:
+            return [state.fork() for state in prefill.opened[key]]
+        states = []
+        for layer in managed_layers(prefill.cache).values():
+            assert layer.geometry is not None
+            backend = choose_backend(self.backend_request, layer.geometry)
+            self.backend_name = backend.name
+            state = mode.open(layer.geometry, options, backend)
+            state.prefill(*layer.collected())
+            states.append(state)
+        if shared:
+            prefill.opened[key] = states
+            return [state.fork() for state in states]
+        return states
+
+    def _decoded(
+        self,
+        sample: Sample,
+        mode: Mode,
+        prefill: Prefill,
+        cache: Any,
+        recorder: StepRecorder,
+        output: list[int],
+        reason: str,
+        steps_ns: list[int],
+        first: str,
+    ) -> Decoded:
+        text = self.loaded.tokenizer.decode(output)
+        states = [layer.state for layer in managed_layers(cache).values() if layer.state is not None]
+        held = total_bytes([state.bytes() for state in states], cache)
+        return Decoded(
+            completion=Completion(tuple(output), text, reason),
+            step_ns=tuple(steps_ns),
+            prefill_ns=prefill.ns,
+            steps=recorder.arrays(),
+            bytes=held,
+            engagement=engagement(mode.name, states, held),
+            first_logits_sha256=first,
+        )
+
+    def describe(self) -> dict[str, Json]:
+        """Return the contract fields that the engine decides."""
+        return {
+            "pipeline.prefill_mode": "dense",
+            "pipeline.prefill_attention": "sdpa",
+            "pipeline.decode_attention": "sdpa",
+            "decoding.prefill_chunk": self.loaded.prefill_chunk,
+        }
+
+
+def total_bytes(layers: Sequence[LayerBytes], cache: Any) -> LayerBytes:
+    """Sum the ledgers of managed layers; stock layers count in device and, as 16-bit elements, in dense alike."""
+    stock = [layer for layer in cache.layers if not isinstance(layer, ManagedLayer)]
+    tensors = [t for layer in stock for t in vars(layer).values() if isinstance(t, Tensor) and t.ndim > 1]
+    held = sum(t.nbytes for t in tensors)
+    dense = sum(2 * t.numel() for t in tensors)
+    return LayerBytes(
+        device=sum(layer.device for layer in layers) + held,
+        host=sum(layer.host for layer in layers),
+        metadata=sum(layer.metadata for layer in layers),
+        # layers run one after the other and share their scratch
+        scratch=max((layer.scratch for layer in layers), default=0),
+        dense_equivalent=sum(layer.dense_equivalent for layer in layers) + dense,
+    )
+
+
+def engagement(mode: str, states: Sequence[LayerState], held: LayerBytes) -> dict[str, Json]:
+    """Return the record that proves, from counters, that a mode acted on this sample in every managed layer."""
+    records = [state.engagement() for state in states]
+    reasons = [record.reason for record in records if not record.engaged]
+    return {
+        "mode": mode,
+        "logical": max(state.tokens for state in states),
+        "evicted": sum(record.evicted_tokens for record in records),
+        "coded_elems": sum(record.coded_elems for record in records),
+        "steps": max(record.steps for record in records),
+        "steps_acted": min(record.steps_acted for record in records),
+        "layers_acted": sum(record.engaged for record in records),
+        "managed_layers": len(records),
+        "dev_bytes": held.device,
+        "host_bytes": held.host,
+        "bytes_vs_dense": held.device / held.dense_equivalent,
+        "engaged": not reasons,
+        "reason": reasons[0] if reasons else "",
+    }
+
+
+def _checked(logits: Tensor) -> Tensor:
+    """Return the float32 logits of the last position; NaN and infinity end the sample."""
+    last = logits[0, -1].float().cpu()
+    if not bool(torch.isfinite(last).all()):
+        raise BrokenRun(
+            "the model returned NaN or infinite logits",
+            why=f"{int((~torch.isfinite(last)).sum())} of {len(last)} logits are not finite",
+            fix="try --dtype float32",
+            id="RCQ-RUN-NAN",
+        )
+    return last
