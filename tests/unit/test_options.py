@@ -138,9 +138,7 @@ def test_labels_are_split():
     assert split_label("certified:eps=0.02, block=16") == ("certified", {"eps": "0.02", "block": "16"})
 
 
-@pytest.mark.parametrize(
-    "label", ["", ":eps=1", "certified:eps", "certified:eps=1,eps=2", "certified:=1", "c:eps="]
-)
+@pytest.mark.parametrize("label", ["", ":a=1", "m:eps", "m:a=1,a=2", "m:=1", "c:eps="])
 def test_broken_labels_are_refused(label):
     with pytest.raises(SpecError):
         split_label(label)

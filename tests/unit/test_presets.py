@@ -199,7 +199,7 @@ def test_a_part_of_a_task_is_a_run_of_its_own():
 
 
 def test_a_context_below_the_minimum_names_it():
-    with pytest.raises(SpecError, match="--ctx 512 is below.*1024 or more"):
+    with pytest.raises(SpecError, match=r"--ctx 512 is below.*1024 or more"):
         plan(tasks=("ruler",), ctx=("512",))
 
 
@@ -279,7 +279,7 @@ def test_a_pyproject_of_others_is_passed_over(tmp_path):
 
 
 def test_an_unknown_setting_is_refused_with_a_near_match(tmp_path):
-    with pytest.raises(SpecError, match="unknown key 'modell'.*did you mean 'model'"):
+    with pytest.raises(SpecError, match=r"unknown key 'modell'.*did you mean 'model'"):
         load_settings(settings(tmp_path, 'modell = "x"\n'))
 
 
