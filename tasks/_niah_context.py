@@ -1,0 +1,280 @@
+"""One context of `niah`: what is planted, what is asked, and the prompts filled to the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import lcm
+from typing import Any, NamedTuple
+
+from rcq_cli.errors import BrokenRun
+from rcq_cli.protocols import EncodedPrompt, PromptTokenizer, Sample, TaskRequest
+from rcq_cli.tasks._corpora import Corpus, open_corpus
+from rcq_cli.tasks._fitting import fill_floor, fit
+from rcq_cli.tasks._haystack import Body, Haystack, Insert, find, insert, token_at
+from rcq_cli.tasks._needles import Form, Needle, NeedleBag, payload_kind
+from rcq_cli.tasks._random import SplitMix64, seed
+from rcq_cli.tasks._words import data
+
+_BREAK = "\n\n"
+_FEWEST_SENTENCES = 2
+NEEDLE_ONLY = "needle-only"
+
+
+class Question(NamedTuple):
+    """One question, the opening of its answer, and the value that answers it."""
+
+    text: str
+    opening: str
+    value: str
+
+
+class Plan(NamedTuple):
+    """What one kind of sample plants and asks."""
+
+    control: str | None
+    planted: tuple[Needle, ...]
+    decoys: tuple[Needle, ...]
+    asked: tuple[Question, ...]
+
+
+class _Built(NamedTuple):
+    """A prompt, encoded, and the haystack in it."""
+
+    prompt: EncodedPrompt
+    body: Body
+
+
+class Context:
+    """Context `index` of one request: everything is drawn from the streams of this index alone."""
+
+    def __init__(self, request: TaskRequest, tokenizer: PromptTokenizer, index: int) -> None:
+        self.request, self.tokenizer, self.index = request, tokenizer, index
+        self.options = request.options
+        self.corpus: Corpus = open_corpus(self.options.corpus)
+
+    def samples(self) -> list[Sample]:
+        """Return the scored samples, one per question."""
+        asked = tuple(map(self._question, self.needles))
+        return _Filling(self, Plan(None, self.needles, self.decoys, asked)).samples()
+
+    def needle_only(self) -> Sample:
+        """Return the control with the same needle and question in two sentences of haystack."""
+        needle = self.needles[0]
+        plan = Plan(NEEDLE_ONLY, (needle,), (), (self._question(needle),))
+        return _Filling(self, plan).samples()[0]
+
+    def no_needle(self) -> Sample:
+        """Return the control without the needle, scored against the value that would have been planted."""
+        plan = Plan("no-needle", (), self.decoys, (self._question(self.needles[0]),))
+        return _Filling(self, plan).samples()[0]
+
+    def wrong_key(self) -> Sample:
+        """Return the control that asks for a key never planted; the planted value would be a hit."""
+        needle, decoys = self.needles[0], self.decoys
+        # drawn last: the bag must know the keys of the decoys
+        asked = self._question(self._draw(0))._replace(value=needle.value)
+        return _Filling(self, Plan("wrong-key", (needle,), decoys, (asked,))).samples()[0]
+
+    def rng(self, stream: str) -> SplitMix64:
+        """Return the generator of one stream of this context."""
+        return SplitMix64(seed(self.request.seed, "niah", self.index, stream))
+
+    def depth(self, question: int) -> float:
+        """Return the nominal depth in percent; the questions of one context are spread over the grid."""
+        grid = self.options.depth_grid()
+        return float(grid[(self.index + question * len(grid) // self.options.questions) % len(grid)])
+
+    def form(self, question: int) -> Form:
+        """Return the form; each pair of depth and form comes once before the forms move on."""
+        chosen: tuple[Form, ...] = self.options.form_list()
+        moved = self.index // lcm(len(self.options.depth_grid()), len(chosen))
+        return chosen[(self.index + moved + question) % len(chosen)]
+
+    @cached_property
+    def needles(self) -> tuple[Needle, ...]:
+        """Return the asked needles; drawn before all else, so that no other option moves them."""
+        return tuple(self._draw(question) for question in range(self.options.questions))
+
+    @cached_property
+    def decoys(self) -> tuple[Needle, ...]:
+        """Return the decoys of all questions."""
+        each = self.options.decoys or 0
+        return tuple(self._draw(question) for question, _ in enumerate(self.needles) for _ in range(each))
+
+    @cached_property
+    def _bag(self) -> NeedleBag:
+        return NeedleBag(self.rng("needle"), self.corpus)
+
+    def _draw(self, question: int) -> Needle:
+        form = self.form(question)
+        return self._bag.draw(form, payload_kind(self.options.payload, form))
+
+    def _question(self, needle: Needle) -> Question:
+        text = data("needles")["question"].format(question=needle.form.ask(needle.key))
+        opening = needle.form.opening(needle.key) if self.options.prefix else ""
+        return Question(text, opening, needle.value)
+
+
+class _Filling:
+    """The prompts of one plan, with as much haystack as the budget holds."""
+
+    def __init__(self, context: Context, plan: Plan) -> None:
+        self.context, self.plan = context, plan
+        self.options, self.tokenizer = context.options, context.tokenizer
+        source = context.corpus.sentences(context.rng("haystack"), repeat=self.options.repeat)
+        self.haystack = Haystack(source, self.tokenizer)
+        self.sizes = [len(self.tokenizer.encode(f"{asked.text}\n{asked.opening}")) for asked in plan.asked]
+        self.fitted_for = self.sizes.index(max(self.sizes))
+        self._measured = False
+        self.reserve = self._reserve()
+        self.budget = context.request.ctx - self.reserve
+        places = context.rng(f"layout/{context.request.ctx}")
+        self.decoys = self._inserts(plan.decoys, [places.next() / 2**64 for _ in plan.decoys])
+        self.needles = self._inserts(
+            plan.planted, [context.depth(k) / 100 for k, _ in enumerate(plan.planted)]
+        )
+
+    def samples(self) -> list[Sample]:
+        """Return one sample per question; `needle-only` has two sentences of haystack instead of all that fit."""
+        short = self.plan.control == NEEDLE_ONLY
+        fewest = self.haystack.words_of(_FEWEST_SENTENCES)
+        words, built = (fewest, self._build(fewest)) if short else self._fit(fewest)
+        prompts = [self._prompt_of(question, built) for question in range(len(self.plan.asked))]
+        longest = max(range(len(prompts)), key=lambda k: len(prompts[k].ids))
+        if len(prompts[longest].ids) > self.budget and not short and longest != self.fitted_for:
+            # a question alone was shorter than it is in its prompt: fit for that one
+            self.fitted_for = longest
+            return self.samples()
+        shared = _common_prefix([prompt.ids for prompt in prompts])
+        return [self._sample(k, prompt, built.body, words, shared) for k, prompt in enumerate(prompts)]
+
+    def _reserve(self) -> int:
+        """Return the tokens of the context that no prompt may use."""
+        if self.options.turns == "fresh" or len(self.sizes) == 1:
+            return int(self.options.gen)
+        # earlier questions and answers stay in the cache
+        return int(self.options.gen) * len(self.sizes) + sum(self.sizes) - max(self.sizes)
+
+    def _fit(self, fewest: int) -> tuple[int, _Built]:
+        """Return the words of haystack that fill the budget, and the prompt with them."""
+        end = None if self.options.repeat else self.haystack.exhausted_at(self.budget)
+        fitted = fit(
+            self._build,
+            lambda built: len(built.prompt.ids),
+            self.budget,
+            minimum=fewest,
+            advance=self._advance,
+            maximum=end,
+            reserve=self.reserve,
+        )
+        return fitted.units, fitted.prompt
+
+    def _advance(self, words: int, tokens: int) -> int:
+        if not self._measured:
+            self.haystack.measure(self.budget, lambda text: self._encode(text, self.fitted_for))
+            self._measured = True
+        return self.haystack.advance(words, tokens)
+
+    def _build(self, words: int) -> _Built:
+        body = insert(*self.haystack.cut(words), self.decoys, self.needles)
+        return _Built(self._encode(body.text, self.fitted_for), body)
+
+    def _prompt_of(self, question: int, built: _Built) -> EncodedPrompt:
+        return built.prompt if question == self.fitted_for else self._encode(built.body.text, question)
+
+    def _encode(self, body: str, question: int) -> EncodedPrompt:
+        asked = self.plan.asked[question]
+        user = _BREAK.join((data("needles")["instruction"], body, asked.text))
+        return self.tokenizer.prompt(user, asked.opening, chat=self.options.chat, bos=self.options.bos)
+
+    def _inserts(self, needles: Sequence[Needle], places: Sequence[float]) -> list[Insert]:
+        texts = [needle.sentence for needle in needles]
+        costs = [len(self.tokenizer.encode(" " + text)) for text in texts]
+        return [Insert(*item) for item in zip(texts, costs, places, strict=True)]
+
+    def _sample(
+        self, k: int, prompt: EncodedPrompt, body: Body, words: int, shared: int, short: bool
+    ) -> Sample:
+        context, asked = self.context, self.plan.asked[k]
+        self._check(k, prompt, body)
+        kind = "" if self.plan.control is None else f"/{self.plan.control}"
+        several = f"/q{k}" if self.options.questions > 1 else ""
+        visible = self.options.questions == 1
+        before_question = token_at(prompt, find(prompt, body.text) + len(body.text) + len(_BREAK))
+        return Sample(
+            sample_id=f"niah{kind}/{context.request.ctx}/{context.index}{several}",
+            index=context.index,
+            cluster=context.form(k).name if visible else f"context-{context.index}",
+            prompt_ids=prompt.ids,
+            context_len=len(prompt.ids) if visible else min(before_question, shared),
+            references=(asked.value,),
+            max_new_tokens=self.options.gen,
+            stop_ids=self.tokenizer.eos_ids,
+            seed=seed(context.request.seed, "niah", context.index, "needle"),
+            meta=self._meta(k, prompt, body, words),
+            control=self.plan.control,
+        )
+
+    def _meta(self, k: int, prompt: EncodedPrompt, body: Body, words: int) -> dict[str, Any]:
+        context, corpus = self.context, self.context.corpus
+        gated = self.plan.control != NEEDLE_ONLY
+        floor = fill_floor(self.budget, self.haystack.largest_word()) if gated else None
+        return {
+            "form": context.form(k).name,
+            "payload": payload_kind(self.options.payload, context.form(k)),
+            "key": context.needles[k].key,
+            "depth": context.depth(k),
+            "achieved_depth": self._achieved_depth(k, prompt, body) if self.plan.planted else None,
+            "decoys": len(self.plan.decoys) // self.options.questions,
+            "question": k,
+            "question_visible": self.options.questions == 1,
+            "turns": self.options.turns,
+            "units": words,
+            "prompt_tokens": len(prompt.ids),
+            "budget": self.budget,
+            "fill": len(prompt.ids) / self.budget,
+            "fill_floor": floor,
+            "corpus": corpus.name,
+            "corpus_kind": corpus.kind,
+            "corpus_sha256": corpus.sha256,
+            "repeats": self.haystack.repeats(words),
+            "strip_think": self.options.strip_think,
+        }
+
+    def _achieved_depth(self, k: int, prompt: EncodedPrompt, body: Body) -> float:
+        """Return the tokens before needle k in percent of the body's, the asked needles left out of both."""
+        start = find(prompt, body.text)
+        # a needle takes the blank before it along, a first one the blank after it
+        edges = [(max(first - 1, 0), end if first else end + 1) for first, end in body.spans]
+        tokens = [(token_at(prompt, start + first), token_at(prompt, start + end)) for first, end in edges]
+        first = token_at(prompt, start)
+        others = sum(end - begin for begin, end in tokens if begin < tokens[k][0])
+        total = token_at(prompt, start + len(body.text)) - first - sum(end - begin for begin, end in tokens)
+        return 100 * (tokens[k][0] - first - others) / total
+
+    def _check(self, k: int, prompt: EncodedPrompt, body: Body) -> None:
+        """Raise `BrokenRun` unless each key and value occurs as often as planned and the budget holds."""
+        asked = self.plan.asked[k]
+        decoded = self.tokenizer.decode(prompt.ids)
+        planted = {needle.value for needle in self.plan.planted}
+        counts = [(decoded, asked.value, int(asked.value in planted))]
+        for needle in (*self.plan.planted, *self.plan.decoys, self.context.needles[0]):
+            there = int(needle in self.plan.planted or needle in self.plan.decoys)
+            in_question = (asked.text + asked.opening).count(needle.key)
+            counts += [(body.text, needle.value, there), (prompt.text, needle.key, there + in_question)]
+        for text, part, expected in counts:
+            if text.count(part) != expected:
+                raise _broken(f"{part!r} occurs {text.count(part)} times in the prompt instead of {expected}")
+        if len(prompt.ids) > self.budget:
+            raise _broken(f"the prompt has {len(prompt.ids)} tokens, more than its budget of {self.budget}")
+
+
+def _common_prefix(ids: Sequence[Sequence[int]]) -> int:
+    """Return how many leading ids all of them share."""
+    shortest = min(map(len, ids))
+    return next((i for i in range(shortest) if len({part[i] for part in ids}) > 1), shortest)
+
+
+def _broken(what: str) -> BrokenRun:
+    return BrokenRun(what, why="niah built a prompt that is not what it planned", id="RCQ-RUN-21")
