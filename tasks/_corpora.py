@@ -195,7 +195,7 @@ def _read_local(spec: str) -> Local:
 
 
 def _files(spec: str) -> list[Path]:
-    """Return the files that a comma list of paths names; those of a folder by the bytes of their paths in it."""
+    """Return the files that a comma list of paths names; those of a folder by the bytes of their paths."""
     found = []
     for part in spec.split(","):
         path = Path(part.strip()).expanduser()

@@ -1,4 +1,4 @@
-"""Filler text of one sample: sentences and their cost in tokens, cut to any number of words, needles put in."""
+"""Filler text of one sample: sentences and their cost in tokens, cut to a length, needles put in."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Haystack:
         return sentence, words - self._words[sentence]
 
     def _know(self, sentences: int) -> bool:
-        """Estimate the cost of sentences not measured by encoding them alone; return whether there are so many."""
+        """Estimate costs not measured by encoding each sentence alone; return whether there are so many."""
         self.words_of(sentences)
         for sentence in self._sentences[len(self._tokens) - 1 : sentences]:
             self._tokens.append(self._tokens[-1] + self._fragment_cost(sentence))

@@ -136,7 +136,7 @@ class _Filling:
         )
 
     def samples(self) -> list[Sample]:
-        """Return one sample per question; `needle-only` has two sentences of haystack instead of all that fit."""
+        """Return one sample per question; `needle-only` has two sentences of haystack, the others a full one."""
         short = self.plan.control == NEEDLE_ONLY
         fewest = self.haystack.words_of(_FEWEST_SENTENCES)
         words, built = (fewest, self._build(fewest)) if short else self._fit(fewest)
@@ -193,9 +193,7 @@ class _Filling:
         costs = [len(self.tokenizer.encode(" " + text)) for text in texts]
         return [Insert(*item) for item in zip(texts, costs, places, strict=True)]
 
-    def _sample(
-        self, k: int, prompt: EncodedPrompt, body: Body, words: int, shared: int, short: bool
-    ) -> Sample:
+    def _sample(self, k: int, prompt: EncodedPrompt, body: Body, words: int, shared: int) -> Sample:
         context, asked = self.context, self.plan.asked[k]
         self._check(k, prompt, body)
         kind = "" if self.plan.control is None else f"/{self.plan.control}"
