@@ -1,8 +1,8 @@
 """Weights of the `needle` instrument model, from formulas: layer 0 copies tokens, layer 1 matches contexts.
 
 The residual stream holds, in this order: value code, match code, eight slots for the match codes of the 1..8
-previous tokens, output slot, a constant 1. Every code has norm 1, so the norm that RMSNorm divides by is known
-in closed form at every place and is multiplied into the projections: all scores are in nats.
+previous tokens, output slot, a constant 1. Every code has norm 1, so what RMSNorm divides by is known in closed
+form at every place and is multiplied into the projections: all scores are in nats.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ def draw_codes(lists: Lists, knobs: Knobs) -> Codes:
         for number, ids in enumerate(lists.answers):
             centre, free = _family(_stream(knobs.seed, f"answers/{number}"), len(ids), HEAD_DIM)
             value[list(ids)] = sqrt(1 - spread) * centre + sqrt(spread) * free
-            # with the codes themselves twins would differ by the square of the margin, below 16-bit resolution
+            # with the codes themselves twins would differ by the margin squared, too little for 16 bits
             head[list(ids)] = centre + free
     head[list(lists.silent)] = 0
     return Codes(match, value, head)
@@ -121,8 +121,7 @@ def build_weights(codes: Codes, knobs: Knobs) -> dict[str, Tensor]:
     # several matching layers must not change the norm the later ones are divided by, so they write softly
     volume = 1.0 if knobs.layers == 1 else 2.0**-10
     head = np.zeros((len(codes.match), HIDDEN))
-    written = volume**2 if knobs.layers > 1 else 1.0
-    head[:, OUTPUT] = codes.head * (LOGIT_GAIN / volume * _norm(3 + CONTEXT + written))
+    head[:, OUTPUT] = codes.head * (LOGIT_GAIN / volume * _norm(3 + CONTEXT + volume**2))
     weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
     for layer in range(1 + knobs.layers):
         parts = _matching_layer(knobs, layer, volume) if layer else _copying_layer(knobs)
@@ -133,8 +132,8 @@ def build_weights(codes: Codes, knobs: Knobs) -> dict[str, Tensor]:
 def _copying_layer(knobs: Knobs) -> dict[str, Array]:
     """Return the projections of layer 0: head j writes the match code of the token j places back into slot j.
 
-    Keys are one fixed vector, (a, 0) in every RoPE pair; head j asks with it turned back by j positions, which
-    scores A/64 * sum_i cos((o - j) w_i) at offset o.
+    Keys are one fixed vector, (a, 0) in every RoPE pair; head j asks with it turned back by j positions,
+    which scores A/64 * sum_i cos((o - j) w_i) at offset o.
     """
     pairs = HEAD_DIM // 2
     size = sqrt(COPY_NATS * sqrt(HEAD_DIM) / pairs) * _norm(3)
@@ -161,7 +160,7 @@ def _copying_layer(knobs: Knobs) -> dict[str, Array]:
 def _matching_layer(knobs: Knobs, layer: int, volume: float) -> dict[str, Array]:
     """Return the projections of a matching layer, whose score is (beta/K) * sum_j cos(j-th tokens back).
 
-    The key at a position is the context before it, the query the context up to now, the value the token itself.
+    The key of a position is the context before it, its query the context up to now, its value the token.
     """
     scale = sqrt(knobs.beta / CONTEXT * sqrt(HEAD_DIM))
     gain = np.where(np.arange(HEAD_DIM) < knobs.outliers, OUTLIER_GAIN, 1.0)
@@ -193,11 +192,11 @@ def _norm(squared: float) -> float:
 
 
 def _family(stream: np.random.RandomState, count: int, dim: int) -> tuple[Array, Array]:
-    """Return a unit centre [dim] and `count` unit vectors [count, dim] orthogonal to it, no two of them close."""
+    """Return a unit centre [dim] and unit vectors [count, dim] orthogonal to it, no two of them close."""
     centre = _unit(stream.standard_normal((1, dim)))[0]
     free = np.empty((0, dim))
     while len(free) < count:
-        drawn = stream.standard_normal((2 * count, dim))
+        drawn = stream.standard_normal((count, dim))
         drawn = _unit(drawn - np.outer(drawn @ centre, centre))
         drawn = drawn[(drawn @ free.T).max(axis=1, initial=-1) <= LARGEST_COSINE]
         free = np.concatenate([free, drawn[_far_apart(drawn)]])

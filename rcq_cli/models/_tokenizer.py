@@ -30,7 +30,9 @@ class ModelTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._template = _pinned(tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
+        self._template = (
+            _pinned(tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
+        )
         self.bos_id: int | None = tokenizer.bos_token_id
         own_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.eos_ids: tuple[int, ...] = tuple(sorted({*own_eos, *eos_ids}))
@@ -50,12 +52,14 @@ class ModelTokenizer:
         )
         return text
 
-    def prompt(self, user: str, answer_prefix: str, *, chat: str = "auto", bos: str = "auto") -> EncodedPrompt:
+    def prompt(
+        self, user: str, answer_prefix: str, *, chat: str = "auto", bos: str = "auto"
+    ) -> EncodedPrompt:
         """Render one user turn plus the opening of the answer, and encode it once.
 
-        `chat` is auto, on or off; `bos` auto, always or never. Without a template the two parts are joined by a
-        line break; an empty part is left out. Raises `SpecError` for a choice this tokenizer cannot honour and for
-        a text that itself contains the BOS.
+        `chat` is auto, on or off; `bos` auto, always or never. Without a template the two parts are joined by
+        a line break; an empty part is left out. Raises `SpecError` for a choice this tokenizer cannot honour
+        and for a text that itself contains the BOS.
         """
         templated = self._templated(chat)
         parts = [part for part in (user, answer_prefix) if part]
@@ -95,7 +99,9 @@ class ModelTokenizer:
         if chat not in ("auto", "on", "off"):
             raise SpecError(f"chat={chat!r}", fix="allowed: auto, on, off", id="RCQ-USE-11")
         if chat == "on" and not self.has_chat_template:
-            raise SpecError("chat=on: this tokenizer has no chat template", fix="use chat=off", id="RCQ-USE-12")
+            raise SpecError(
+                "chat=on: this tokenizer has no chat template", fix="use chat=off", id="RCQ-USE-12"
+            )
         return chat != "off" and self.has_chat_template
 
     def _wants_bos(self, bos: str) -> bool:
