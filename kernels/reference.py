@@ -1,18 +1,18 @@
 """Every operation in plain torch and float64: the oracle that other backends are held to.
 
-Quantised blocks are dictionaries of named tensors with leading dimensions [Hkv, M]; the names and shapes are this
-backend's own layout and nothing outside looks into them. Formats: arXiv:2605.20868 sections 3.1 and 3.2, with the
-end-point key grid and its cover rule, and with two-level value metadata.
+Quantised blocks are dictionaries of named tensors with leading dimensions [Hkv, M]; the names and shapes are
+this backend's own layout and nothing outside looks into them. Formats: arXiv:2605.20868 sections 3.1 and
+3.2, with the end-point key grid and its cover rule, and with two-level value metadata.
 """
 
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels._rounding import round_down, round_up, smallest
+from torch import Tensor
+
 from rcq_cli.protocols import Geometry
 
 Blocks = dict[str, Tensor]
@@ -37,9 +37,9 @@ class Reference:
     def quantize_keys(self, keys: Tensor, fmt: TierFormat) -> tuple[Blocks, Tensor]:
         """Encode `[Hkv, M, S, D]` float64 keys to INT8; return the blocks and which `[Hkv, M]` must stay raw.
 
-        code = clamp(rint((k - z) / s), -128, 127), k' = code * s + z, with z = lo + 128 * (hi - lo) / 255 and s
-        rounded up so that the grid covers [lo, hi]: |k - k'| <= s / 2 per element. A block where that fails, or
-        whose metadata overflows, is raw.
+        code = clamp(rint((k - z) / s), -128, 127), k' = code * s + z, with z = lo + 128 * (hi - lo) / 255
+        and s rounded up so that the grid covers [lo, hi]: |k - k'| <= s / 2 per element. A block where that
+        fails, or whose metadata overflows, is raw.
         """
         lo, hi = keys.amin(2), keys.amax(2)
         ideal = (hi - lo) / 255
@@ -65,11 +65,12 @@ class Reference:
         return blocks, raw
 
     def quantize_values(self, values: Tensor, fmt: TierFormat) -> tuple[Blocks, Tensor]:
-        """Encode `[Hkv, M, S, D]` float64 values to INT4 in groups of G channels of one token; low nibble first.
+        """Encode `[Hkv, M, S, D]` float64 values to INT4 per token and group of G channels, low nibble first.
 
-        Two-level metadata: low = min_c v rounded down and step = (max_c v - low) / 255 rounded up per token, and per
-        group the marks a, b with [low + a * step, low + b * step] covering the group; v' = code * s + z with
-        z = low + a * step, s = (b - a) * step / 15. No half-step bound is claimed: what follows uses the residual.
+        Two-level metadata: low = min_c v rounded down and step = (max_c v - low) / 255 rounded up per token,
+        and per group the marks a, b with [low + a * step, low + b * step] covering the group; v' = code * s
+        + z with z = low + a * step, s = (b - a) * step / 15. No half-step bound is claimed: what follows
+        uses the residual.
         """
         grouped = values.unflatten(-1, (-1, fmt.group))
         lo, hi = grouped.amin(-1), grouped.amax(-1)
@@ -109,7 +110,7 @@ class Reference:
         return (codes * s[..., None] + z[..., None]).flatten(-2)
 
     def key_magnitude(self, blocks: Blocks) -> Tensor:
-        """Return max_t || s * |code_t| + |z| ||_2 per block: the absolute summands of a score, for rounding slack."""
+        """Return max_t || s * |code_t| + |z| ||_2 per block: the absolute summands of a score."""
         size = blocks["key_scale"].double()[..., None, :] * blocks["key_codes"].double().abs()
         return (size + blocks["key_offset"].double().abs()[..., None, :]).norm(dim=-1).amax(-1)
 
@@ -131,10 +132,10 @@ class Reference:
         return 0.5 * torch.einsum("hrd,hmd->hrm", query.abs(), blocks["key_scale"].double())
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Return torch's own attention of one `[Hq, D]` query on `[Hkv, T, D]` keys and values, in their dtype.
+        """Return torch's attention of one `[Hq, D]` query on `[Hkv, T, D]` keys and values, in their dtype.
 
-        The very call that an unmodified model makes for one token, so that mode `dense` and the last rung agree
-        with it bit for bit.
+        The very call that an unmodified model makes for one token, so that mode `dense` and the last rung
+        agree with it bit for bit.
         """
         heads, dim = query.shape
         group = heads // keys.shape[0]
@@ -172,7 +173,7 @@ def _widen(flags: Tensor, like: Tensor) -> Tensor:
 
 
 def _chunks(codes: Tensor) -> list[slice]:
-    """Runs of blocks whose float64 copy stays near 16 MiB: a step never holds a dequantised cache."""
+    """Return runs of blocks whose float64 copy stays near 16 MiB: no step holds a dequantised cache."""
     per_block = codes.shape[0] * codes[0, 0].numel() if codes.shape[1] else 1
     size = max(1, 2**21 // per_block)
     return [slice(i, i + size) for i in range(0, codes.shape[1], size)]

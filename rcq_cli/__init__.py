@@ -9,7 +9,15 @@ if TYPE_CHECKING:
     from rcq_cli.errors import RcqError, SpecError, UnsupportedHere, UnsupportedModel
 
 _ERRORS = {"RcqError", "SpecError", "UnsupportedHere", "UnsupportedModel"}
-__all__ = ["LayerCache", "RcqError", "SpecError", "UnsupportedHere", "UnsupportedModel", "__version__", "attach"]
+__all__ = [
+    "LayerCache",
+    "RcqError",
+    "SpecError",
+    "UnsupportedHere",
+    "UnsupportedModel",
+    "__version__",
+    "attach",
+]
 __version__ = "0.1.0"
 
 # A wheel carries kernels/, tasks/ and profiles/ inside this package; a checkout keeps them beside it.

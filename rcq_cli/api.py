@@ -27,9 +27,9 @@ def attach(
 ) -> AbstractContextManager[Session]:
     """Let `mode` keep the cache of a transformers decoder inside a `with` block.
 
-    `model.generate` then gives each call a cache of its own; the block yields a `Session` with `summary()` and
-    `steps()`. Further keywords are options of the mode. Raises `UnsupportedModel`, `SpecError` or `UnsupportedHere`.
-    Afterwards the model, its config and the registries of transformers are as before.
+    `model.generate` then gives each call a cache of its own; the block yields a `Session` with `summary()`
+    and `steps()`. Further keywords are options of the mode. Raises `UnsupportedModel`, `SpecError` or
+    `UnsupportedHere`. Afterwards the model, its config and the registries of transformers are as before.
     """
     from rcq_cli.engine.session import attach_session
 
@@ -41,10 +41,10 @@ def attach(
 class LayerCache:
     """The cache of one attention layer under one mode.
 
-    `keys` and `values` are `[kv_heads, tokens, head_dim]` after RoPE, queries `[query_heads, head_dim]`. For mode
-    `certified`, `||output - exact|| <= total_bound` on every rung, where `exact` is softmax attention in float64 on
-    the stored keys and values. Wrong shapes, dtypes or non-finite input raise `SpecError`, and nothing of a rejected
-    call is stored. Further keywords are options of the mode.
+    `keys` and `values` are `[kv_heads, tokens, head_dim]` after RoPE, queries `[query_heads, head_dim]`. For
+    mode `certified`, `||output - exact|| <= total_bound` on every rung, where `exact` is softmax attention
+    in float64 on the stored keys and values. Wrong shapes, dtypes or non-finite input raise `SpecError`, and
+    nothing of a rejected call is stored. Further keywords are options of the mode.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LayerCache:
         self._state.append(key.detach(), value.detach())
 
     def attend(self, query: Tensor) -> Step:
-        """Attend with the `[query_heads, head_dim]` query; return output and certificate (None without one)."""
+        """Attend with the `[query_heads, head_dim]` query; the certificate is None in a mode without one."""
         self._check("query", query, (self.geometry.query_heads, self.geometry.head_dim))
         if self._state.tokens == 0:
             raise SpecError("attend on an empty cache", fix="call prefill or append first")

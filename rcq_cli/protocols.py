@@ -1,7 +1,8 @@
-"""The seams of rcq on one page: what a task, a mode, a backend, a source, an executor and a report must offer.
+"""The seams of rcq on one page: what a task, mode, backend, source, executor and report must offer.
 
-Shapes use one legend: Hq query heads, Hkv KV heads, R = Hq / Hkv, T tokens, M blocks, S tokens per block,
-D head dim, G value group, L layers, N steps. Everything here is plain data or a Protocol; nothing imports torch.
+Shapes use one legend: Hq query heads, Hkv KV heads, R = Hq / Hkv, T tokens, M blocks, S tokens per block, D
+head dim, G value group, L layers, N steps. Everything here is plain data or a Protocol; nothing imports
+torch.
 """
 
 from __future__ import annotations
@@ -76,10 +77,13 @@ class PromptTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens left out."""
 
-    def prompt(self, user: str, answer_prefix: str, *, chat: str = "auto", bos: str = "auto") -> EncodedPrompt:
+    def prompt(
+        self, user: str, answer_prefix: str, *, chat: str = "auto", bos: str = "auto"
+    ) -> EncodedPrompt:
         """Render one user turn plus the opening of the answer, and encode it once.
 
-        `chat` is auto, on or off; `bos` auto, always or never. Exactly one BOS stands at position 0, or none anywhere.
+        `chat` is auto, on or off; `bos` auto, always or never. Exactly one BOS stands at position 0, or none
+        anywhere.
         """
 
 
@@ -105,7 +109,7 @@ class Task(Protocol):
     parts: tuple[str, ...]
     """Sub-tasks; `("",)` for a task of one part."""
     Options: type
-    """Frozen dataclass of the `-T` options; a field's default is the option's default, its docstring its help."""
+    """Frozen dataclass of the `-T` options; the docstring of a field is the help of the option."""
     generator: str
     prompt_set: str
     metric: str
@@ -309,7 +313,7 @@ class Mode(Protocol):
 
 
 class Backend(Protocol):
-    """One file of `kernels/`, exposed as `BACKEND`; the operations themselves are listed in `kernels/README.md`."""
+    """One file of `kernels/`, exposed as `BACKEND`; its operations are listed in `kernels/README.md`."""
 
     name: ClassVar[str]
 
@@ -322,7 +326,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """Certificates of the steps of one sample, as numpy arrays `[N, L, Hq]` (float32 bounds are rounded up)."""
+    """Certificates of the steps of one sample: numpy arrays `[N, L, Hq]`, float32 bounds rounded up."""
 
     key_bound: np.ndarray[Any, Any]
     value_bound: np.ndarray[Any, Any]
@@ -377,7 +381,7 @@ class Executor(Protocol):
 
 
 class Report(Protocol):
-    """One file of `rcq_cli/reports/`, exposed as `REPORT`: stored runs in, a table out; never sees a tensor."""
+    """One file of `rcq_cli/reports/`, exposed as `REPORT`: stored runs in, a table out."""
 
     name: str
     summary: str

@@ -15,7 +15,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """The entries that stand in one package, one file each.
 
-    `attribute` names what each file exposes (`MODE`, `TASK`, ...), `noun` what an entry is called in messages.
+    `attribute` names what each file exposes (`MODE`, `TASK`, ...), `noun` what an entry is called in
+    messages.
     """
 
     package: str
@@ -28,7 +29,7 @@ class Registry(Generic[T]):
         return tuple(sorted(f.name.replace("_", "-") for f in files if f.name[0] != "_" and not f.ispkg))
 
     def resolve(self, name: str) -> str:
-        """Return the full name for `name` or for a unique leading part of one; raise `UnknownEntry` otherwise."""
+        """Return the full name for `name` or a unique leading part of one; raise `UnknownEntry` otherwise."""
         names = self.names()
         if name in names:
             return name

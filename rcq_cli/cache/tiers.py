@@ -168,7 +168,7 @@ class TieredStore:
         if not torch.equal(found, self.checks.rows[heads, blocks, 1]):
             bad = int((found != self.checks.rows[heads, blocks, 1]).nonzero()[0])
             raise BrokenRun(
-                f"original keys or values of block {int(blocks[bad])}, KV head {int(heads[bad])}, are corrupted",
+                f"originals of block {int(blocks[bad])}, KV head {int(heads[bad])}, are corrupted",
                 why="their checksum differs from the one taken when they were stored",
                 fix="check the host memory of this machine and run again",
                 id="RCQ-RUN-21",
@@ -176,7 +176,7 @@ class TieredStore:
         return keys.to(self.geometry.device), values.to(self.geometry.device)
 
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
-        """Return which of the chosen pairs hold codes, metadata or annotations that changed since sealing, `[n]`."""
+        """Return which chosen pairs hold codes, metadata or annotations that changed since sealing, `[n]`."""
         parts = [*self.pick(heads, blocks).values(), self.annotations.rows[heads, blocks]]
         return _checksum([part.flatten(1) for part in parts], leading=1) != self.checks.rows[heads, blocks, 0]
 
@@ -230,7 +230,7 @@ class TieredStore:
         return twin
 
     def bytes(self, scratch: int = 0) -> LayerBytes:
-        """Return the ledger of this layer; `scratch` is the largest temporary of a step, promoted copies included."""
+        """Return the ledger; `scratch` is the largest temporary of a step, promoted copies included."""
         g = self.geometry
         codes = sum(slab.nbytes for name, slab in self.blocks.items() if name.endswith("_codes"))
         meta = sum(slab.nbytes for name, slab in self.blocks.items() if not name.endswith("_codes"))
@@ -252,7 +252,7 @@ class TieredStore:
 
 
 def _centre(values: Tensor, *, prefill: bool) -> Tensor:
-    """c0: the mean value of the first prefill, rounded to float32; any vector is sound, zero without a prefill."""
+    """c0: the mean value of the first prefill in float32, zero without one; any vector is sound."""
     mean = values.double().mean(1) if prefill else torch.zeros_like(values[:, 0], dtype=torch.float64)
     rounded = mean.clamp(-3e38, 3e38).float()
     return rounded.double()
@@ -268,8 +268,8 @@ def _largest(rows: Tensor) -> Tensor:
 def _checksum(parts: list[Tensor], leading: int = 2) -> Tensor:
     """Multilinear hash modulo 2^64 of the bytes of `parts` along their last dimension.
 
-    Every 8-byte word is multiplied by its own odd number, so a change inside one word always shows and any other
-    change is missed with a chance near 2^-60. All blocks at once, unlike a CRC loop.
+    Every 8-byte word is multiplied by its own odd number, so a change inside one word always shows and any
+    other change is missed with a chance near 2^-60. All blocks at once, unlike a CRC loop.
     """
     total = torch.zeros(parts[0].shape[:leading], dtype=torch.int64)
     seed = 1

@@ -1,9 +1,10 @@
 """Proven bounds on the output error of one decode step, from the masses that the step really used.
 
-All tensors are float64 and `[..., M + 1]` over blocks (the last column is the open tail) unless a shape is given.
-A block is *active* when its tokens contribute to the output and *skipped* when only its keys were read. The joint
-certificate over skipping and quantising goes beyond arXiv:2605.20868, which bounds the two alone; sources of the
-single inequalities are named where they are used. A bound that is NaN counts as infinite.
+All tensors are float64 and `[..., M + 1]` over blocks (the last column is the open tail) unless a shape is
+given. A block is *active* when its tokens contribute to the output and *skipped* when only its keys were
+read. The joint certificate over skipping and quantising goes beyond arXiv:2605.20868, which bounds the two
+alone; sources of the single inequalities are named where they are used. A bound that is NaN counts as
+infinite.
 """
 
 import math
@@ -36,7 +37,7 @@ class Masses(NamedTuple):
 
 
 class KeyTerms(NamedTuple):
-    """Per-block terms of the key (and skipping) error; `cw` and `c2` grow with the score error of the block."""
+    """Per-block terms of the key and skipping error."""
 
     cw: Tensor
     """Largest shift of weight that score errors in this block can cause."""
@@ -51,9 +52,9 @@ class KeyTerms(NamedTuple):
 def key_terms(masses: Masses, delta: Tensor) -> KeyTerms:
     """Return the per-block terms for score errors of at most `delta`.
 
-    cw = rho * expm1(delta) on active blocks and beta * exp(delta) on skipped ones, plus exp(delta) times what
-    underflow may have lost; Z_lo = sum (rho or beta) * exp(-delta). Formed in the log domain: expm1 overflows long
-    before the product does.
+    cw = rho * expm1(delta) on active blocks and beta * exp(delta) on skipped ones, plus exp(delta) times
+    what underflow may have lost; Z_lo = sum (rho or beta) * exp(-delta). Formed in the log domain: expm1
+    overflows long before the product does.
     """
     grown = masses.log_weight + delta
     log_cw = torch.where(masses.skipped, grown, grown + torch.log(-torch.expm1(-delta)))
@@ -93,14 +94,15 @@ class Split(NamedTuple):
     def after_removing(self) -> Tensor:
         """Return what the bound becomes when the first n contributions vanish, for every n: `[..., M + 2]`.
 
-        min over j >= n of prefix_j - prefix_n + rest_j; only steers promotion, the next round computes it anew.
+        min over j >= n of prefix_j - prefix_n + rest_j; only steers promotion, the next round computes it
+        anew.
         """
         reach = _finite_or_inf(self.prefix + self.rest).flip(-1).cummin(-1).values.flip(-1)
         return (_finite_or_inf(reach - self.prefix) * MARGIN).clamp_min(0)
 
 
 def key_split(terms: KeyTerms, radius: Tensor, offset: Tensor, spectrum: Tensor) -> Split:
-    """Return the split of sum cw * (rv + h) (triangle) and sqrt(lambda_V sum c2) + h sum cw (spectral), over Z_lo.
+    """Return the split of sum cw (rv + h) (triangle), sqrt(lambda_V sum c2) + h sum cw (spectral), by Z_lo.
 
     `radius` is rv per block, `offset` `[...]` is h >= ||c0 - o~||, `spectrum` `[...]` is lambda_V.
     """
@@ -113,7 +115,7 @@ def key_split(terms: KeyTerms, radius: Tensor, offset: Tensor, spectrum: Tensor)
 
 
 def value_split(masses: Masses, eta: Tensor, spectrum: Tensor) -> Split:
-    """Return the split of sum rho * eta (triangle) and sqrt(lambda_E sum S2) (spectral); `eta` is 0 where exact.
+    """Return the split of sum rho * eta (triangle), sqrt(lambda_E sum S2) (spectral); eta is 0 where exact.
 
     The triangle part is the value bound of arXiv:2605.20868, Theorem 1.
     """
@@ -130,10 +132,10 @@ def rounding(
 ) -> Tensor:
     """Return the error of the weighted sum and its normalisation, storing the output left out; `[...]`.
 
-    theta covers `tokens` chained additions, the product, the quotient and the dequantisation of a value: no summand
-    of it exceeds eight times the largest channel of the token, which is 8 * sqrt(dim) of its norm at most.
-    `mean_norm` bounds both sum p ||v|| and sum p ||v'||, `total` is the sum of unnormalised weights, `limits` the
-    unit roundoff and the flush threshold.
+    theta covers `tokens` chained additions, the product, the quotient and the dequantisation of a value: no
+    summand of it exceeds eight times the largest channel of the token, which is 8 * sqrt(dim) of its norm at
+    most. `mean_norm` bounds both sum p ||v|| and sum p ||v'||, `total` is the sum of unnormalised weights,
+    `limits` the unit roundoff and the flush threshold.
     """
     roundoff, underflow = limits
     relative = theta(tokens + 24 + 16 * math.sqrt(dim), roundoff)
@@ -147,7 +149,7 @@ def _prefix(x: Tensor) -> Tensor:
 
 
 def _suffix(x: Tensor) -> Tensor:
-    """Sums of all but the first j, from the far end: total minus prefix could go negative."""
+    """Return the sums of all but the first j, from the far end: total minus prefix could go negative."""
     return torch.cat((x.flip(-1).cumsum(-1).flip(-1), x.new_zeros(*x.shape[:-1], 1)), -1)
 
 

@@ -23,7 +23,7 @@ class Exact(NamedTuple):
 
 
 def exact_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Exact:
-    """Return softmax(scale * q k^T) v for `[Hkv, R, D]` queries on `[Hkv, T, D]` keys and values, all taken as exact.
+    """Return softmax(scale * q k^T) v of `[Hkv, R, D]` queries on exact `[Hkv, T, D]` keys and values.
 
     The difference to the maximum is scaled, not the score, so that no finite input overflows.
     """
@@ -48,8 +48,8 @@ def exact_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
 def score_slack(query_norm: Tensor, key_norm: Tensor, scale: float, dim: int) -> Tensor:
     """Return how far a float64 score and its exponential may be off, in nats.
 
-    theta(d + 8) ||q|| ||k|| |scale| for the dot product in any order, dequantisation and the scale; the rest for
-    the two subtractions of maxima (differences beyond 745 flush to zero) and the exponential itself.
+    theta(d + 8) ||q|| ||k|| |scale| for the dot product in any order, dequantisation and the scale; the rest
+    for the two subtractions of maxima (differences beyond 745 flush to zero) and the exponential itself.
     """
     return (
         theta(dim + 8, ROUNDOFF) * query_norm * key_norm * abs(scale) + (4 * 745 + 16) * ROUNDOFF
@@ -59,8 +59,8 @@ def score_slack(query_norm: Tensor, key_norm: Tensor, scale: float, dim: int) ->
 def store(output: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the float64 `[..., D]` output in `dtype`, and the L2 error of storing it, float64 `[...]`.
 
-    An exact average of finite values fits; what rounding or a quantised value pushed past the largest number is
-    brought back to it, and the difference is charged.
+    An exact average of finite values fits; what rounding or a quantised value pushed past the largest number
+    is brought back to it, and the difference is charged.
     """
     limit = torch.finfo(dtype).max
     stored = output.clamp(-limit, limit).to(dtype)

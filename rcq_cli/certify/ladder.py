@@ -1,8 +1,9 @@
-"""One certified decode step of one layer: score, skip, promote until the budget holds, else recompute exactly.
+"""One certified decode step of one layer: score, skip, promote until the budget holds, else recompute.
 
-Policy (theory of rungs): 0 skip values, 1 promote keys, 2 promote values, 3 recompute the head from the originals,
-4 run the whole layer through dense attention. What is returned is certified within the budget or exact, never
-neither. Keys are promoted and values read for a whole group of query heads: a superset is sound for each of them.
+Policy (theory of rungs): 0 skip values, 1 promote keys, 2 promote values, 3 recompute the head from the
+originals, 4 run the whole layer through dense attention. What is returned is certified within the budget or
+exact, never neither. Keys are promoted and values read for a whole group of query heads: a superset is sound
+for each of them.
 """
 
 import math
@@ -15,7 +16,6 @@ from torch import Tensor
 from rcq_cli.cache.tiers import Annotations, TieredStore
 from rcq_cli.certify.bounds import (
     MARGIN,
-    KeyTerms,
     Masses,
     Split,
     key_split,
@@ -36,7 +36,7 @@ class Budget:
 
     eps: float
     denominator: str
-    """`out`: the head's own output; `layer`: the layer's output; `abs`: `eps` is in the unit of the values."""
+    """`out`: the head's output; `layer`: the layer's output; `abs`: `eps` is in the unit of the values."""
     skip: bool
     rounds: int
     first_share: float
@@ -64,7 +64,7 @@ class Bounds(NamedTuple):
 
 
 class CertifiedStep:
-    """The working state of one step; all tensors float64, heads as [Hkv, R], blocks as M plus the open tail."""
+    """The working state of one step: float64 tensors, heads as [Hkv, R], blocks as M plus the open tail."""
 
     def __init__(self, cache: TieredStore, query: Tensor, budget: Budget, explore: Tensor) -> None:
         self.cache, self.backend, self.budget = cache, cache.backend, budget
@@ -110,7 +110,7 @@ class CertifiedStep:
         self.finite = bool(finite) and bool(torch.isfinite(self.slack).all())
 
     def _plan(self) -> None:
-        """Pin what is always read from the originals: raw blocks, the first block (sinks) and the newest one."""
+        """Pin what is always read from the originals: raw blocks, the first one (sinks) and the newest."""
         heads, group = self.query.shape[:2]
         pinned = self.cache.raw.rows.clone()
         if self.blocks:
@@ -128,7 +128,7 @@ class CertifiedStep:
         self.sums = self.query.new_zeros(*shape, self.query.shape[-1])
 
     def _weigh(self, pairs: tuple[Tensor, Tensor] | None = None) -> None:
-        """Exponentiate relative to each block's own maximum, for all blocks or for chosen (KV head, block) pairs."""
+        """Exponentiate relative to each block's maximum, for all blocks or chosen (KV head, block) pairs."""
         if pairs is None:
             peak, weights = _exponentials(self.scores)
             self.peak[..., :-1], self.weights = peak, weights
@@ -280,7 +280,7 @@ class CertifiedStep:
         return self._finish(state)
 
     def _heaviest(self, share: float) -> Tensor:
-        """Shortest prefix of blocks per head that holds `share` of the mass, joined over the group: `[Hkv, M]`."""
+        """Shortest prefix of blocks per head with `share` of the mass, joined over a group: `[Hkv, M]`."""
         if share <= 0 or not self.blocks:
             return torch.zeros_like(self.read)
         log = self.peak + self.mass.log()
@@ -291,7 +291,7 @@ class CertifiedStep:
         return chosen[..., :-1].any(1)
 
     def _first_read(self) -> None:
-        """Read the heaviest values, then decide from that output which others may be skipped, and read the rest."""
+        """Read the heaviest values, decide from that output which others may be skipped, read the rest."""
         everything = torch.ones_like(self.read)
         if not self.budget.skip:
             return self._read_values(everything)
@@ -307,7 +307,7 @@ class CertifiedStep:
 
     @staticmethod
     def _dearest(cost: Tensor, allowance: Tensor) -> Tensor:
-        """Blocks that do not fit when the cheapest are skipped up to `allowance` per head: `[Hkv, M]` over the group."""
+        """Blocks that do not fit when the cheapest are skipped up to `allowance` per head: `[Hkv, M]`."""
         order = cost.argsort(dim=-1, stable=True)
         spent = cost.gather(-1, order).cumsum(-1)
         needed = torch.zeros_like(cost, dtype=torch.bool).scatter(-1, order, spent > allowance[..., None])

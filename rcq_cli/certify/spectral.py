@@ -1,4 +1,4 @@
-"""An upper bound on the largest eigenvalue of a growing Gram matrix (theory of spectral norms of V and V - V')."""
+"""Upper bounds on the largest eigenvalue of growing Gram matrices: spectral norms of V and of V - V'."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def power_bound(gram: Tensor) -> Tensor:
     """Return an upper bound of the largest eigenvalue of each PSD matrix in `[H, D, D]`, float64 `[H]`.
 
-    lambda_max <= ||G^16||_F^(1/16) <= D^(1/32) * lambda_max: never below, at most 1.164 times above at D = 128.
-    Power iteration would give a lower bound and is of no use here.
+    lambda_max <= ||G^16||_F^(1/16) <= D^(1/32) * lambda_max: never below, at most 1.164 times above at D =
+    128. Power iteration would give a lower bound and is of no use here.
     """
     norm = gram.flatten(1).norm(dim=1)
     safe = torch.where(norm > 0, norm, torch.ones_like(norm))
@@ -26,8 +26,9 @@ def power_bound(gram: Tensor) -> Tensor:
 class SpectralBound:
     """lambda_max of sum_t x_t x_t^T per KV head, kept up to date under append.
 
-    Weyl: lambda_max(G1 + G2) <= lambda_max(G1) + tr(G2), so rows since the last refresh count with their squares;
-    a refresh happens when they exceed a tenth of the bound, else the bound would grow several times too large.
+    Weyl: lambda_max(G1 + G2) <= lambda_max(G1) + tr(G2), so rows since the last refresh count with their
+    squares; a refresh happens when they exceed a tenth of the bound, else the bound would grow several times
+    too large.
     """
 
     def __init__(self, heads: int, dim: int) -> None:
@@ -65,6 +66,6 @@ class SpectralBound:
 
 
 def theta(n: float, roundoff: float) -> float:
-    """Return n * u / (1 - n * u), the relative error of n chained roundings; infinite when n * u reaches 1."""
+    """Return n * u / (1 - n * u), the relative error of n chained roundings; infinite from n * u = 1."""
     product = n * roundoff
     return product / (1 - product) if product < 1 else math.inf

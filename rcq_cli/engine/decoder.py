@@ -64,7 +64,7 @@ class Engine:
         """Run the prompt `ids` through the model, nothing compressed; raise `BrokenRun` on NaN logits."""
         cache = make_cache(self.model, len(ids))
         tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.model.device)
-        self.hook.on_prefilled = lambda layer: None
+        self.hook.on_prefilled = ignore
         self.hook.last_row_only = True
         started = time.perf_counter_ns()
         with attached(self.model, self.hook):
@@ -80,7 +80,8 @@ class Engine:
     ) -> Decoded:
         """Answer `sample` greedily under `mode`, starting from the prefill of its first `context_len` tokens.
 
-        `audit` is the share of steps whose true error is measured. Raises `BrokenRun` on NaN or infinite logits.
+        `audit` is the share of steps whose true error is measured. Raises `BrokenRun` on NaN or infinite
+        logits.
         """
         cache = fork_cache(prefill.cache)
         for layer, state in zip(
@@ -120,10 +121,10 @@ class Engine:
                 if len(output) >= sample.max_new_tokens:
                     break
                 pending = [token]
-        return self._decoded(sample, mode, prefill, cache, recorder, output, reason, steps_ns, first)
+        return self._decoded(mode, prefill, cache, recorder, output, reason, steps_ns, first)
 
     def _states(self, prefill: Prefill, sample: Sample, mode: Mode, options: Any) -> list[LayerState]:
-        """Compress the prefill under a mode; further questions on one context fork what the first one made."""
+        """Compress the prefill under a mode; further questions on one context fork what the first made."""
         shared = sample.context_len < len(sample.prompt_ids)
         key = (mode.name, options)
         if key in prefill.opened:
@@ -143,7 +144,6 @@ class Engine:
 
     def _decoded(
         self,
-        sample: Sample,
         mode: Mode,
         prefill: Prefill,
         cache: Any,
@@ -177,7 +177,7 @@ class Engine:
 
 
 def total_bytes(layers: Sequence[LayerBytes], cache: Any) -> LayerBytes:
-    """Sum the ledgers of managed layers; stock layers count in device and, as 16-bit elements, in dense alike."""
+    """Sum the ledgers; stock layers count in device and, as 16-bit elements, in dense alike."""
     stock = [layer for layer in cache.layers if not isinstance(layer, ManagedLayer)]
     tensors = [t for layer in stock for t in vars(layer).values() if isinstance(t, Tensor) and t.ndim > 1]
     held = sum(t.nbytes for t in tensors)
@@ -193,7 +193,7 @@ def total_bytes(layers: Sequence[LayerBytes], cache: Any) -> LayerBytes:
 
 
 def engagement(mode: str, states: Sequence[LayerState], held: LayerBytes) -> dict[str, Json]:
-    """Return the record that proves, from counters, that a mode acted on this sample in every managed layer."""
+    """Return the record that proves, from counters, that a mode acted in every managed layer."""
     records = [state.engagement() for state in states]
     reasons = [record.reason for record in records if not record.engaged]
     return {

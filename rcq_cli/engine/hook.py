@@ -1,7 +1,8 @@
 """The single contact with transformers: one attention function, one mask function, one cache layer.
 
-A layer's keys and values reach the attention function through the dictionary that models pass to `cache.update` and
-then on to attention. A model that does not pass it on is refused, never run with attention over one token.
+A layer's keys and values reach the attention function through the dictionary that models pass to
+`cache.update` and then on to attention. A model that does not pass it on is refused, never run with
+attention over one token.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rcq_cli.protocols import Geometry, LayerState, Step
 
 NAME = "rcq"
 FAMILIES = (
-    "cohere2", "gemma3", "gemma3_text", "gpt2", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3",
-    "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2",
+    "cohere2", "gemma3", "gemma3_text", "gpt2", "granite", "llama", "mistral", "mixtral", "olmo2", "opt",
+    "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2",
 )  # fmt: skip
 _REFUSED = "unsupported model:"
 _PROBE_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
@@ -33,8 +34,8 @@ _PROBE_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One full-attention layer whose cache rcq keeps.
 
-    Until `prompt_tokens` tokens were seen, keys and values are collected uncompressed in a buffer that grows by
-    doubling; from then on every token goes to `state`, which a mode has opened.
+    Until `prompt_tokens` tokens were seen, keys and values are collected uncompressed in a buffer that grows
+    by doubling; from then on every token goes to `state`, which a mode has opened.
     """
 
     is_sliding = False
@@ -121,21 +122,26 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
         raise SpecError("beam search is not supported with a managed cache", fix="use num_beams=1")
 
 
+def ignore(*args: object) -> None:
+    """Do nothing with what happened at a layer."""
+    del args
+
+
 class Hook:
     """The attention and mask function of one attached model, and what happens at each managed layer.
 
-    `managed` are the layer indices whose cache must reach the attention function. `on_prefilled` is called with a
-    layer once its prompt is complete, `on_step` with (layer index, state, query, step) after each decode step.
-    With `last_row_only` the last layer computes its output for the final prompt position alone, which is all that a
-    caller asking for the last logits reads.
+    `managed` are the layer indices whose cache must reach the attention function. `on_prefilled` is called
+    with a layer once its prompt is complete, `on_step` with (layer index, state, query, step) after each
+    decode step. With `last_row_only` the last layer computes its output for the final prompt position alone,
+    which is all that a caller asking for the last logits reads.
     """
 
     def __init__(self, layers: int) -> None:
         self.last_layer = layers - 1
         self.managed: frozenset[int] = frozenset()
         self.last_row_only = False
-        self.on_prefilled: Callable[[ManagedLayer], None] = lambda layer: None
-        self.on_step: Callable[[int, LayerState, Tensor, Step], None] = lambda index, state, query, step: None
+        self.on_prefilled: Callable[[ManagedLayer], None] = ignore
+        self.on_step: Callable[[int, LayerState, Tensor, Step], None] = ignore
 
     def attention(
         self,
@@ -149,14 +155,14 @@ class Hook:
         rcq_layer: ManagedLayer | None = None,
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `[B, T, Hq, D]` attention of `[B, Hq, T, D]` queries; managed layers decode through their mode."""
+        """Return `[B, T, Hq, D]` attention of `[B, Hq, T, D]` queries; a managed layer asks its mode."""
         index = getattr(module, "layer_idx", None)
         if rcq_layer is None:
             if index in self.managed:
                 raise UnsupportedModel(
                     f"layer {index}: no cache of rcq reached the attention function",
-                    why="a forward call without cache or with a cache of its own cannot be run while rcq is attached, "
-                    "or this architecture does not hand its cache to attention",
+                    why="a forward call without cache, or with one of its own, cannot run while rcq is "
+                    "attached; or this architecture does not hand its cache to attention",
                     fix="use generate(), or leave the block before calling the model yourself",
                     id="RCQ-USE-31",
                 )
@@ -212,7 +218,7 @@ class Hook:
         return torch.stack(rows)[None]
 
     def mask(self, *args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-        """Return no mask for full attention (managed layers make their own), the stock one for local attention.
+        """Return no mask for full attention (managed layers make their own), else the stock one.
 
         A full mask would be quadratic in the context although most chunks of a prefill never need it.
         """
@@ -254,7 +260,8 @@ def make_cache(model: Any, prompt_tokens: int) -> Any:
 def fork_cache(cache: Any) -> Any:
     """Return a cache that can be decoded on without changing `cache`; managed layers come back empty.
 
-    Stock attention layers replace their tensors on update, so a shallow copy is independent; others are copied.
+    Stock attention layers replace their tensors on update, so a shallow copy is independent; others are
+    copied.
     """
     layers = []
     for layer in cache.layers:

@@ -21,7 +21,8 @@ _COMPARISON = 1.0 + 2.0**-40
 class StepRecorder:
     """Collects one row per step, layer and query head.
 
-    A step is audited with probability `audit`, drawn from a generator of the sample's seed; its time is kept apart.
+    A step is audited with probability `audit`, drawn from a generator of the sample's seed; its time is kept
+    apart.
     """
 
     def __init__(self, layers: tuple[int, ...], *, audit: float, seed: int, certifies: bool) -> None:
@@ -75,6 +76,6 @@ class StepRecorder:
 
 
 def violated(certificate: Certificate, error: Tensor) -> Tensor:
-    """Return, per query head, whether a measured error is above its bound or a bound is not finite; NaN passes."""
+    """Return per query head whether an error is above its bound or the bound not finite; NaN passes."""
     over = error > certificate.total_bound * _COMPARISON
     return over | ~torch.isfinite(certificate.total_bound)

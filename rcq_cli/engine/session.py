@@ -192,7 +192,7 @@ def attach_session(model: Any, mode: Mode, options: Any, backend: str) -> Iterat
 
 
 def _prompt(inputs: Any, kwargs: dict[str, Any], model: Any) -> torch.Tensor:
-    """Return the `[1, T]` prompt of a `generate` call; raise `SpecError` for what a managed cache cannot do."""
+    """Return the `[1, T]` prompt of a `generate` call; raise `SpecError` for what cannot be managed."""
     ids = kwargs.pop("input_ids", None) if inputs is None else inputs
     if ids is None or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         raise SpecError("generate needs input_ids of shape [1, tokens]", fix="model.generate(input_ids)")

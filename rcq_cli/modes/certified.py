@@ -1,7 +1,7 @@
 """INT8/INT4 tiers with an error certificate per head and step, and a budget that is enforced.
 
-Source of the setting: arXiv:2605.20868. Bounds, the joint treatment of skipped values, the enforced relative budget
-and the rounding analysis are rcq's own.
+Source of the setting: arXiv:2605.20868. Bounds, the joint treatment of skipped values, the enforced relative
+budget and the rounding analysis are rcq's own.
 """
 
 from dataclasses import dataclass

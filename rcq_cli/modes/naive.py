@@ -1,4 +1,4 @@
-"""The storage of `certified` with no check, promotion, fallback or originals: what unchecked quantisation does."""
+"""The storage of `certified` with no check, promotion, fallback or originals: unchecked quantisation."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class NaiveLayer:
         self.cache.extend(keys, values)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Add the `[Hkv, D]` key and value of one token; a full block is encoded after this step's attention."""
+        """Add the `[Hkv, D]` key and value of one token; a full block is encoded after its attention."""
         self.cache.extend(key[:, None], value[:, None], seal=False)
 
     def attend(self, query: Tensor) -> Step:
