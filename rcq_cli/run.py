@@ -48,7 +48,7 @@ def check(batch: Batch, loaded: Loaded) -> None:
     ctx = batch[0].ctx
     if ctx is None:
         return
-    if ctx > loaded.max_positions:
+    if ctx > loaded.max_positions and batch[0].task_options.get("overlength") != "allow":
         what = f"--ctx {ctx} is above what {loaded.name} can take"
         raise SpecError(what, fix=f"allowed: up to {loaded.max_positions}", id="RCQ-USE-10")
     config = getattr(loaded.model, "config", None)
