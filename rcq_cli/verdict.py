@@ -139,8 +139,8 @@ def _needed_n(pair: Pair, gain: float, low: float, high: float) -> int | None:
         if alone is None or not ends:
             return alone
         # a loss beyond the margin has to be told from none, a smaller one from the margin
-        half, gap = (ends[1] - ends[0]) / 2, gap if gap > 0 else gain
-        return max(alone, math.ceil(n * (half / gap) ** 2))
+        half: float = (ends[1] - ends[0]) / 2
+        return max(alone, math.ceil(n * (half / (gap if gap > 0 else gain)) ** 2))
     if abs(gap) < 1e-9:
         return None
     return math.ceil(n * ((gain - low) / gap) ** 2) if gap > 0 else math.ceil(n * ((high - gain) / gain) ** 2)

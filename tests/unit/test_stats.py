@@ -295,7 +295,8 @@ def test_cluster_bootstrap_is_wider_than_one_that_ignores_clusters():
 
 
 def test_bootstrap_is_identical_in_another_process():
-    code = "from rcq_cli import stats; print(*stats.bootstrap(([1., -2., 0., 5.], [3., 4., 5., 6.]), key='cell'))"
+    call = "stats.bootstrap(([1., -2., 0., 5.], [3., 4., 5., 6.]), key='cell')"
+    code = f"from rcq_cli import stats; print(*{call})"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     here = stats.bootstrap(([1.0, -2.0, 0.0, 5.0], [3.0, 4.0, 5.0, 6.0]), key="cell")
     assert other.stdout.split() == [repr(v) for v in here]
