@@ -124,7 +124,7 @@ class _Filling:
         self.options, self.tokenizer = context.options, context.tokenizer
         source = context.corpus.sentences(context.rng("haystack"), repeat=self.options.repeat)
         self.haystack = Haystack(source, self.tokenizer)
-        self.sizes = [len(self.tokenizer.encode(f"{asked.text}\n{asked.opening}")) for asked in plan.asked]
+        self.sizes = [self._tail_size(question) for question in range(len(plan.asked))]
         self.fitted_for = self.sizes.index(max(self.sizes))
         self._measured = False
         self.reserve = self._reserve()
@@ -136,18 +136,19 @@ class _Filling:
         )
 
     def samples(self) -> list[Sample]:
-        """Return one sample per question; `needle-only` has two sentences of haystack, the others a full one."""
+        """Return one sample per question; `needle-only` has two sentences, the others a full haystack."""
         short = self.plan.control == NEEDLE_ONLY
         fewest = self.haystack.words_of(_FEWEST_SENTENCES)
         words, built = (fewest, self._build(fewest)) if short else self._fit(fewest)
         prompts = [self._prompt_of(question, built) for question in range(len(self.plan.asked))]
-        longest = max(range(len(prompts)), key=lambda k: len(prompts[k].ids))
-        if len(prompts[longest].ids) > self.budget and not short and longest != self.fitted_for:
-            # a question alone was shorter than it is in its prompt: fit for that one
-            self.fitted_for = longest
-            return self.samples()
         shared = _common_prefix([prompt.ids for prompt in prompts])
         return [self._sample(k, prompt, built.body, words, shared) for k, prompt in enumerate(prompts)]
+
+    def _tail_size(self, question: int) -> int:
+        """Return the tokens from the question on, template and opening included."""
+        body = self.haystack.cut(self.haystack.words_of(1))[0][0]
+        prompt = self._encode(body, question)
+        return len(prompt.ids) - _question_at(prompt, body)
 
     def _reserve(self) -> int:
         """Return the tokens of the context that no prompt may use."""
@@ -199,13 +200,12 @@ class _Filling:
         kind = "" if self.plan.control is None else f"/{self.plan.control}"
         several = f"/q{k}" if self.options.questions > 1 else ""
         visible = self.options.questions == 1
-        before_question = token_at(prompt, find(prompt, body.text) + len(body.text) + len(_BREAK))
         return Sample(
             sample_id=f"niah{kind}/{context.request.ctx}/{context.index}{several}",
             index=context.index,
             cluster=context.form(k).name if visible else f"context-{context.index}",
             prompt_ids=prompt.ids,
-            context_len=len(prompt.ids) if visible else min(before_question, shared),
+            context_len=len(prompt.ids) if visible else min(_question_at(prompt, body.text), shared),
             references=(asked.value,),
             max_new_tokens=self.options.gen,
             stop_ids=self.tokenizer.eos_ids,
@@ -266,6 +266,11 @@ class _Filling:
                 raise _broken(f"{part!r} occurs {text.count(part)} times in the prompt instead of {expected}")
         if len(prompt.ids) > self.budget:
             raise _broken(f"the prompt has {len(prompt.ids)} tokens, more than its budget of {self.budget}")
+
+
+def _question_at(prompt: EncodedPrompt, body: str) -> int:
+    """Return the index of the first token of the question, which follows the haystack."""
+    return token_at(prompt, find(prompt, body) + len(body) + len(_BREAK))
 
 
 def _common_prefix(ids: Sequence[Sequence[int]]) -> int:

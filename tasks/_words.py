@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 _WORD = re.compile(r"[A-Za-z]+")
 _SLOT = re.compile(r"\{[^}]*\}")
 _SIBILANT = ("s", "x", "z", "ch", "sh")
-_IRREGULAR = {
-    "calf": "calves",
-    "loaf": "loaves",
-    "shelf": "shelves",
-    "goose": "geese",
-    "mouse": "mice",
-    "trout": "trout",
-}
+_IRREGULAR = {"calf": "calves", "shelf": "shelves", "wharf": "wharves", "goose": "geese", "mouse": "mice"}
 
 
 class Verb(NamedTuple):
