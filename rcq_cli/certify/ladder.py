@@ -207,7 +207,7 @@ class CertifiedStep:
 
     def masses(self) -> tuple[Masses, Tensor, Tensor]:
         """Return the block masses in units of the active total, the combining factors and that total."""
-        skipped = torch.cat((~self.read, torch.zeros_like(self.read[:, :1])), 1)[:, None].expand_as(self.mass)
+        skipped = _with_tail(~self.read, False)[:, None].expand_as(self.mass)
         top = torch.where(skipped, -torch.inf, self.peak).amax(-1, keepdim=True)
         factor = torch.where(skipped, 0.0, (self.peak - top).exp())
         total = (factor * self.mass).sum(-1, keepdim=True)
@@ -450,4 +450,4 @@ def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_tail(mask: Tensor, value: bool) -> Tensor:
-    return torch.cat((mask, torch.full_like(mask[:, :1], value)), 1)
+    return torch.cat((mask, mask.new_full((mask.shape[0], 1), value)), 1)
