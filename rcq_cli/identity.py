@@ -34,7 +34,7 @@ LATE = (
 
 def task_options(task: Task, spec: RunSpec, loaded: Loaded) -> Any:
     """Return the task's options; decoys left open become 16 for a constructed model and 0 for any other."""
-    options = parse_options(task.Options, spec.task_options, f"option of task {spec.task_name}")
+    options: Any = parse_options(task.Options, spec.task_options, f"option of task {spec.task_name}")
     if any(f.name == "decoys" for f in fields(options)) and options.decoys in (None, "auto"):
         options = replace(options, decoys=CONSTRUCTED_DECOYS if loaded.constructed else 0)
     return options

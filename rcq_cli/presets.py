@@ -168,7 +168,7 @@ class _Resolver:
             ("flag", own),
         )
         given, origins = _merge(layers)
-        options = parse_options(mode.Options, given, f"option of mode {name}")
+        options: Any = parse_options(mode.Options, given, f"option of mode {name}")
         rest = label.partition(":")[2].strip()
         return f"{name}:{rest}" if rest else name, options_dict(options), origins
 
@@ -246,7 +246,7 @@ class _Resolver:
             ("flag", _known(task.Options, flag, strict=alone)),
         )
         given, origins = _merge(layers)
-        options = parse_options(task.Options, given, f"option of task {entry}")
+        options: Any = parse_options(task.Options, given, f"option of task {entry}")
         return options_dict(options), origins, controls == "on"
 
     def _samples(self, task: Task, name: str) -> Chosen:
@@ -257,7 +257,7 @@ class _Resolver:
         if value is not None:
             return Chosen(_whole(value, "samples"), chosen.origin)
         sizes = task.default_samples
-        if self.preset in sizes:
+        if self.preset is not None and self.preset in sizes:
             return Chosen(sizes[self.preset], "preset")
         return Chosen(sizes[""], "default")
 

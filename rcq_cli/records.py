@@ -181,7 +181,9 @@ def cell(
 
 def _shown(certificates: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the figures a cell shows; `unbounded` only decides whether the run is sound."""
-    return certificates and {name: value for name, value in certificates.items() if name != "unbounded"}
+    if certificates is None:
+        return None
+    return {name: value for name, value in certificates.items() if name != "unbounded"}
 
 
 def _score(scores: Sequence[float], facts: TaskFacts) -> dict[str, Any]:

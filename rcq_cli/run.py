@@ -82,6 +82,7 @@ def run_batch(batch: Batch, folders: Sequence[Path], engine_for: EngineFor, prog
         if all(writer.complete for writer in writers):
             return
         bench = engine_for(batch[0])
+        host.reset_peak()
         check(batch, bench.loaded)
         found = environment.collect(identity.device_of(bench.loaded))
         arms = [_Arm.open(*pair, bench, found) for pair in zip(batch, writers, strict=True)]
