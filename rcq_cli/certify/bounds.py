@@ -24,8 +24,8 @@ class Masses(NamedTuple):
 
     log_weight: Tensor
     """log of the block's share: log rho on active blocks, log beta on skipped ones (may exceed 0)."""
-    square: Tensor
-    """Sum of squared token weights in the block (S2 or G2)."""
+    log_square: Tensor
+    """log of the sum of squared token weights in the block (S2 or G2); the sum itself underflows below e^-372."""
     log_flushed: Tensor
     """log of an upper bound on the weight lost to underflow."""
     skipped: Tensor
@@ -60,10 +60,10 @@ def key_terms(masses: Masses, delta: Tensor) -> KeyTerms:
     log_cw = torch.where(masses.skipped, grown, grown + torch.log(-torch.expm1(-delta)))
     flushed = (masses.log_flushed + delta).exp()
     cw = _finite_or_inf(log_cw.exp() + flushed)
-    log_c2 = masses.square.log() + 2 * torch.where(
+    log_c2 = masses.log_square + 2 * torch.where(
         masses.skipped, delta, delta + torch.log(-torch.expm1(-delta))
     )
-    c2 = _finite_or_inf(torch.where(masses.square > 0, log_c2.exp(), 0.0) + flushed.square())
+    c2 = _finite_or_inf(log_c2.exp() + flushed.square())
     shrunk = (masses.log_weight - delta).exp()
     z_low = shrunk.sum(-1) / MARGIN
     active = ~masses.skipped
@@ -122,7 +122,7 @@ def value_split(masses: Masses, eta: Tensor, spectrum: Tensor) -> Split:
     inexact = (eta > 0) & ~masses.skipped
     contribution = torch.where(inexact, masses.active() * eta, 0.0)
     order = contribution.argsort(dim=-1, descending=True, stable=True)
-    square = torch.where(inexact, masses.square, 0.0).gather(-1, order)
+    square = torch.where(inexact, masses.log_square.exp(), 0.0).gather(-1, order)
     spectral = (spectrum[..., None] * _suffix(square) * MARGIN).sqrt()
     return Split(order, _prefix(contribution.gather(-1, order)), spectral)
 

@@ -213,13 +213,13 @@ class CertifiedStep:
         total = (factor * self.mass).sum(-1, keepdim=True)
         relative = self.peak - top - total.log()
         log_weight = relative + self.mass.log()
-        square = self.square * (2 * relative).exp()
+        log_square = self.square.log() + 2 * relative
         count = torch.full_like(self.mass, self.cache.fmt.block)
         count[..., -1] = self.tail_keys.shape[1]
         log_flushed = (
             count.log() + (self.peak - top).clamp_max(math.log(self.backend.underflow)) - total.log()
         )
-        return Masses(log_weight, square, log_flushed, skipped), factor / total, total[..., 0]
+        return Masses(log_weight, log_square, log_flushed, skipped), factor / total, total[..., 0]
 
     def evaluate(self) -> tuple[Tensor, Tensor, Bounds]:
         """Return the stored output `[Hkv, R, D]`, its norm and all bounds for the present state."""
