@@ -34,11 +34,17 @@ _TRAILER = re.compile(r"^\*\*\* ?END OF TH[^\n]*\*\*\*$.*\Z", re.DOTALL | re.MUL
 class Corpus(Protocol):
     """A source of sentences for haystacks and of books for perplexity."""
 
-    name: str
-    kind: str
-    """`procedural` or `local`."""
-    sha256: str
-    """Over the normalised text; of procedural prose over all it is made from."""
+    @property
+    def name(self) -> str:
+        """Return what the user called it."""
+
+    @property
+    def kind(self) -> str:
+        """Return `procedural` or `local`."""
+
+    @property
+    def sha256(self) -> str:
+        """Return a digest of the normalised text; of procedural prose one of all it is made from."""
 
     def sentences(self, rng: SplitMix64, *, repeat: bool = True) -> Iterator[tuple[str, bool]]:
         """Yield sentences from a drawn place on, each with whether the source has begun to repeat itself.
