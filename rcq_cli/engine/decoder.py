@@ -18,6 +18,7 @@ from rcq_cli.engine.hook import (
     attached,
     check_model,
     fork_cache,
+    ignore,
     make_cache,
     managed_layers,
 )
