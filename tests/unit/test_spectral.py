@@ -1,4 +1,4 @@
-"""The spectral bound is never below the largest eigenvalue and never far above it, in any order of arrival."""
+"""The spectral bound is never below the largest eigenvalue and never far above, in any order of arrival."""
 
 import math
 

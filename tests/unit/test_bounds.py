@@ -1,0 +1,293 @@
+"""The bounds as inequalities: enumerated sign vectors, adversarial weights, extreme exponents, equalities.
+
+An instance is a handful of tokens with scores that err by at most delta per block. What really happens is
+computed here, in float64 or with mpmath; the bounds see the masses of the erring scores alone.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from rcq_cli.certify.bounds import MARGIN, Masses, key_split, key_terms, rounding, value_split
+
+UNDERFLOW = 2.0**-1022
+
+
+def f64(x) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(x, dtype=np.float64))
+
+
+class Instance(NamedTuple):
+    """Tokens with approximate scores, their block, the bound of each block and which blocks are skipped."""
+
+    scores: np.ndarray
+    block: np.ndarray
+    delta: np.ndarray
+    skipped: np.ndarray
+    values: np.ndarray
+
+    @property
+    def blocks(self) -> int:
+        return len(self.delta)
+
+
+def masses(x: Instance) -> Masses:
+    """What a step knows: logarithms of block masses relative to the active total."""
+    active = ~x.skipped[x.block]
+    top = x.scores[active].max()
+    total = np.exp(x.scores[active] - top).sum()
+    log_weight, log_square, log_flushed = (np.full(x.blocks, -np.inf) for _ in range(3))
+    for b in range(x.blocks):
+        s = x.scores[x.block == b] - top
+        log_weight[b] = s.max() + np.log(np.exp(s - s.max()).sum()) - np.log(total)
+        log_square[b] = 2 * s.max() + np.log(np.exp(2 * (s - s.max())).sum()) - 2 * np.log(total)
+        log_flushed[b] = np.log(len(s)) + min(s.max(), math.log(UNDERFLOW)) - np.log(total)
+    return Masses(*(f64(a) for a in (log_weight, log_square, log_flushed)), torch.tensor(x.skipped))
+
+
+def used_output(x: Instance) -> tuple[np.ndarray, np.ndarray]:
+    """Weights over all tokens (0 on skipped ones) and the output they give."""
+    active = ~x.skipped[x.block]
+    weights = np.where(active, np.exp(x.scores - x.scores[active].max()), 0.0)
+    weights /= weights.sum()
+    return weights, weights @ x.values
+
+
+def exact_weights(x: Instance, errors: np.ndarray) -> np.ndarray:
+    true = x.scores + errors
+    weights = np.exp(true - true.max())
+    return weights / weights.sum()
+
+
+def joint_bound(x: Instance, centre: np.ndarray) -> tuple[float, float]:
+    """Bound of key and dropping error together, and the bound on total variation."""
+    _, output = used_output(x)
+    m, delta = masses(x), f64(x.delta)
+    terms = key_terms(m, delta)
+    centred = x.values - centre
+    radius = f64([np.linalg.norm(centred[x.block == b], axis=1).max() for b in range(x.blocks)])
+    away = f64(float(np.linalg.norm(centre - output)))
+    spectrum = f64(float(np.linalg.eigvalsh(centred.T @ centred)[-1]) * (1 + 1e-12))
+    split = key_split(terms, radius, away, spectrum)
+    variation = float(terms.total_variation)
+    return min(float(split.value()), 2 * float(radius.max()) * variation), variation
+
+
+def error_vectors(x: Instance, gen: np.random.Generator, interior: int = 5):
+    """Every extreme choice of score errors (each token at plus or minus its bound), and some inside."""
+    limit = x.delta[x.block]
+    for signs in itertools.product((-1.0, 1.0), repeat=len(limit)):
+        yield limit * signs
+    for _ in range(interior):
+        yield limit * gen.uniform(-1, 1, len(limit))
+
+
+def random_instance(seed: int, *, skip: bool, size: float = 1.0) -> Instance:
+    gen = np.random.default_rng(seed)
+    block = np.sort(np.concatenate((np.arange(4), gen.integers(0, 4, 4))))
+    skipped = np.array([False, False, skip, skip and bool(seed % 2)])
+    delta = size * gen.choice([1e-9, 0.02, 0.3, 1.5], 4)
+    values = gen.normal(size=(8, 3)) * np.exp(gen.normal(size=(8, 1)))
+    return Instance(gen.normal(size=8) * gen.choice([0.3, 2, 8]), block, delta, skipped, values)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("seed", range(14))
+def test_no_choice_of_score_errors_beats_the_joint_bound_or_the_total_variation(seed, skip):
+    x = random_instance(seed, skip=skip)
+    centre = np.random.default_rng(seed).normal(size=3) * (seed % 3)
+    bound, variation = joint_bound(x, centre)
+    weights, output = used_output(x)
+    worst = worst_tv = 0.0
+    for errors in error_vectors(x, np.random.default_rng(seed)):
+        p = exact_weights(x, errors)
+        worst = max(worst, float(np.linalg.norm(p @ x.values - output)))
+        worst_tv = max(worst_tv, float(0.5 * np.abs(p - weights).sum()))
+    assert worst <= bound
+    assert worst_tv <= variation
+    assert bound < 40 * worst + 1e-6  # a bound that says nothing would pass the lines above
+
+
+def test_the_total_variation_of_one_error_bound_is_tanh_of_half_of_it_and_is_reached():
+    """x = 1 / (1 + e^delta) of the mass moving up attains tanh(delta / 2)."""
+    for delta in (0.01, 0.5, 3.0):
+        x = 1 / (1 + math.exp(delta))
+        scores = np.log(np.array([x, 1 - x]))
+        instance = Instance(scores, np.array([0, 1]), np.full(2, delta), np.zeros(2, bool), np.eye(2))
+        _, variation = joint_bound(instance, np.zeros(2))
+        p = exact_weights(instance, np.array([delta, -delta]))
+        reached = 0.5 * np.abs(p - np.array([x, 1 - x])).sum()
+        assert reached == pytest.approx(math.tanh(delta / 2), rel=1e-12)
+        assert reached <= variation <= reached * 1.001
+
+
+def test_the_triangle_bound_becomes_an_equality_for_two_tokens_and_small_errors():
+    delta = 1e-4
+    values = np.array([[1.0, 0.0], [-1.0, 0.0]])
+    x = Instance(np.zeros(2), np.array([0, 1]), np.full(2, delta), np.zeros(2, bool), values)
+    bound, _ = joint_bound(x, np.zeros(2))
+    p = exact_weights(x, np.array([delta, -delta]))
+    error = float(np.linalg.norm(p @ values))
+    assert error <= bound <= error * 1.001
+
+
+@pytest.mark.parametrize("gap", [157.0, 400.0, 690.0, 900.0])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_block_far_below_the_maximum_counts_when_its_score_error_can_lift_it(gap, skipped):
+    """Squared weights underflow below e^-372 and weights below e^-708: neither may drop out of the bound."""
+    mpmath.mp.dps = 60
+    values = np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 16.0]])
+    block = np.array([0, 1, 2])
+    for lift in (-2.0, 0.0, 3.0, 120.0):
+        delta = np.array([1e-12, 1e-12, gap + lift])
+        x = Instance(np.array([0.0, -1.0, -gap]), block, delta, np.array([False, False, skipped]), values)
+        bound, variation = joint_bound(x, np.zeros(2))
+        weights = [mpmath.exp(s + e) for s, e in zip(x.scores, delta, strict=True)]
+        share = float(weights[2] / sum(weights))
+        assert 16 * share <= bound <= 40
+        assert share <= variation <= 1
+
+
+@pytest.mark.parametrize("size", [800.0, 1e4, 1e30])
+def test_bounds_stay_finite_and_cover_when_every_error_bound_is_enormous(size):
+    x = random_instance(3, skip=True, size=size)
+    bound, variation = joint_bound(x, np.zeros(3))
+    _, output = used_output(x)
+    assert variation == 1.0
+    assert np.linalg.norm(x.values - output, axis=1).max() <= bound < math.inf
+
+
+def test_skipping_a_block_costs_at_most_the_mass_it_may_hold():
+    """Dropping with exact scores: o - o' = delta_p (mean of dropped - mean of kept), an identity."""
+    values = np.array([[1.0, 0.0], [0.9, 0.2], [-2.0, 1.0]])
+    exact = np.array([1e-14, 1e-14, 1e-14])
+    x = Instance(np.array([0.0, -0.3, -4.0]), np.arange(3), exact, np.array([False, False, True]), values)
+    bound, variation = joint_bound(x, values[:2].mean(0))
+    p, (_, output) = exact_weights(x, np.zeros(3)), used_output(x)
+    identity = p[2] * np.linalg.norm(values[2] - output)
+    assert np.linalg.norm(p @ values - output) == pytest.approx(identity, rel=1e-12)
+    assert identity <= bound <= 1.2 * identity
+    assert p[2] <= variation <= 1.001 * p[2]
+
+
+def test_the_bound_does_not_depend_on_where_the_centre_is_for_soundness():
+    x = random_instance(5, skip=True)
+    _, output = used_output(x)
+    worst = max(
+        np.linalg.norm(exact_weights(x, e) @ x.values - output)
+        for e in error_vectors(x, np.random.default_rng(0))
+    )
+    for shift in (0.0, 1.0, 100.0):
+        assert worst <= joint_bound(x, np.full(3, shift))[0]
+
+
+def test_every_split_of_the_sorted_sum_is_offered_and_the_smallest_is_taken():
+    x = random_instance(8, skip=False)
+    m, delta = masses(x), f64(x.delta)
+    terms = key_terms(m, delta)
+    radius = f64([np.linalg.norm(x.values[x.block == b], axis=1).max() for b in range(4)])
+    spectrum = f64(float(np.linalg.eigvalsh(x.values.T @ x.values)[-1]))
+    got = float(key_split(terms, radius, f64(0.7), spectrum).value())
+    cw, c2, z = terms.cw.numpy(), terms.c2.numpy(), float(terms.z_low)
+    order = np.argsort(-cw * (radius.numpy() + 0.7), kind="stable")
+    options = []
+    for j in range(5):
+        head, rest = order[:j], order[j:]
+        triangle = (cw[head] * (radius.numpy()[head] + 0.7)).sum()
+        options.append((triangle + math.sqrt(float(spectrum) * c2[rest].sum()) + 0.7 * cw[rest].sum()) / z)
+    assert got == pytest.approx(min(options) * MARGIN, rel=1e-9)
+
+
+def test_removing_contributions_predicts_what_remains():
+    x = random_instance(2, skip=True)
+    terms = key_terms(masses(x), f64(x.delta))
+    split = key_split(terms, torch.ones(4, dtype=torch.float64), f64(0.5), f64(4.0))
+    left = split.after_removing()
+    assert float(left[0]) == pytest.approx(float(split.value()), rel=1e-12)
+    assert bool((left[1:] <= left[:-1] * (1 + 1e-12)).all())
+    assert float(left[-1]) == 0
+
+
+def value_instance(seed: int, tokens: int = 24, blocks: int = 4):
+    gen = np.random.default_rng(seed)
+    residual = gen.normal(size=(tokens, 5)) * gen.choice([0.1, 1.0, 30.0], (tokens, 1))
+    return gen, residual, np.repeat(np.arange(blocks), tokens // blocks)
+
+
+def value_masses(weights: np.ndarray, block: np.ndarray) -> Masses:
+    count = block.max() + 1
+    with np.errstate(divide="ignore"):
+        mass = np.log([weights[block == b].sum() for b in range(count)])
+        square = np.log([(weights[block == b] ** 2).sum() for b in range(count)])
+    nothing = torch.full((count,), -torch.inf, dtype=torch.float64)
+    return Masses(f64(mass), f64(square), nothing, torch.zeros(count, dtype=torch.bool))
+
+
+def value_bound(weights: np.ndarray, residual: np.ndarray, block: np.ndarray) -> float:
+    eta = f64([np.linalg.norm(residual[block == b], axis=1).max() for b in range(block.max() + 1)])
+    spectrum = f64(float(np.linalg.eigvalsh(residual.T @ residual)[-1]) * (1 + 1e-12))
+    return float(value_split(value_masses(weights, block), eta, spectrum).value())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_weights_beat_the_value_bound(seed):
+    gen, residual, block = value_instance(seed)
+    direction = gen.normal(size=5)
+    for power in (0, 1, 3, 5):
+        weights = np.maximum(residual @ direction, 0) ** power + 1e-300
+        weights /= weights.sum()
+        assert np.linalg.norm(weights @ residual) <= value_bound(weights, residual, block)
+
+
+def test_the_value_bound_is_exact_for_one_token_and_for_equal_residuals():
+    residual = np.array([[3.0, -4.0]])
+    assert value_bound(np.ones(1), residual, np.zeros(1, int)) == pytest.approx(5.0, rel=1e-3)
+    equal = np.tile(np.array([[1.0, 2.0, 2.0]]), (64, 1))
+    weights = np.full(64, 1 / 64)
+    assert value_bound(weights, equal, np.repeat(np.arange(8), 8)) == pytest.approx(3.0, rel=1e-3)
+
+
+def test_the_value_bound_has_the_unit_of_the_values():
+    gen, residual, block = value_instance(7)
+    weights = gen.dirichlet(np.ones(24))
+    once = value_bound(weights, residual, block)
+    assert value_bound(weights, 1000 * residual, block) == pytest.approx(1000 * once, rel=1e-9)
+
+
+def test_promoted_and_skipped_blocks_add_nothing_to_the_value_bound():
+    block = value_instance(9)[2]
+    m = value_masses(np.full(24, 1 / 24), block)
+    eta = f64([1.0, 2.0, 0.0, 4.0])
+    skipped = torch.tensor([False, False, False, True])
+    bound = float(value_split(m._replace(skipped=skipped), eta, f64(1e9)).value())
+    assert bound == pytest.approx((1.0 + 2.0) / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [3, 500, 20000])
+def test_the_rounding_term_covers_a_weighted_sum_in_the_precision_it_names(tokens):
+    """float32 sums in one run, against float64; the term is asked for float32 units."""
+    gen = np.random.default_rng(tokens)
+    weights = np.exp(gen.normal(size=tokens) * 3).astype(np.float32)
+    weights /= weights.max()
+    values = (gen.normal(size=(tokens, 16)) + 30).astype(np.float32)
+    top, bottom = np.zeros(16, np.float32), np.float32(0)
+    for start in range(tokens):
+        top = (top + weights[start] * values[start]).astype(np.float32)
+        bottom = np.float32(bottom + weights[start])
+    got = (top / bottom).astype(np.float64)
+    w, v = weights.astype(np.float64), values.astype(np.float64)
+    truth, mean = w @ v / w.sum(), float(w @ np.linalg.norm(v, axis=1) / w.sum())
+    args = (f64(mean), f64(float(np.linalg.norm(got))), tokens, 16)
+    term = float(rounding(*args, f64(float(w.sum())), (2.0**-24, 2.0**-126)))
+    assert np.linalg.norm(got - truth) <= term
+    assert float(rounding(*args, f64(float(w.sum())), (2.0**-53, 2.0**-1022))) < 1e-6 * term
+
+
+def test_all_zero_values_have_no_rounding_error():
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert rounding(zero, zero, 100, 16, torch.ones(2), (2.0**-24, 2.0**-126)).tolist() == [0, 0]
