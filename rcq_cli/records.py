@@ -52,7 +52,8 @@ def prompt_sha256(ids: Sequence[int]) -> str:
 
 def sample_row(key: str, part: str, sample: Sample, ctx: int | None) -> Row:
     """Return what is known of a sample before it is answered."""
-    budget = None if ctx is None else ctx - sample.max_new_tokens
+    # a task whose questions share a context leaves room for earlier answers
+    budget = None if ctx is None else sample.meta.get("budget", ctx - sample.max_new_tokens)
     return {
         "schema": SCHEMA,
         "key": key,
@@ -271,7 +272,7 @@ def problems(
     certificates: Sequence[Mapping[str, Any] | None],
 ) -> list[dict[str, Any]]:
     """Return what makes the run fail: `{code, kind, what, count}`; code 4 violated, 6 incomplete or unfit."""
-    found = []
+    found = [] if rows else [_problem(6, "no_samples", 0, "the task gave no sample")]
     violations = sum(entry["violations"] for entry in certificates if entry)
     if violations:
         found.append(

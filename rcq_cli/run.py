@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 from rcq_cli import contract, environment, identity, records
 from rcq_cli.errors import BrokenRun, NotComparable, RcqError, SpecError, UnsupportedHere
-from rcq_cli.files import SCHEMA, read_json, write_json
+from rcq_cli.files import read_json, write_json
+from rcq_cli.finish import finish_run, write_contract
 from rcq_cli.options import parse_options
 from rcq_cli.presets import MODES, TASKS, Batch
 from rcq_cli.progress import Progress
 from rcq_cli.protocols import Decoded, Loaded, Mode, Sample, Task, TaskRequest
 from rcq_cli.records import OK, Row, TaskFacts
 from rcq_cli.spec import RunSpec
-from rcq_cli.store import COMPLETE, ERROR, INTERRUPTED, STARTED, RunWriter, build_cells, last_by_key
+from rcq_cli.store import ERROR, INTERRUPTED, STARTED, RunWriter, last_by_key
 from rcq_cli.telemetry import host
 
 NAN_ID = "RCQ-RUN-NAN"
@@ -141,7 +142,7 @@ class _Arm:
         )
         if not writer.complete:
             arm._agree()
-            arm._write_contract(known)
+            write_contract(writer.folder, known, arm.facts, arm.begun_hash)
             write_json(writer.folder / "environment.json", found)
             arm.mark(STARTED)
         return arm
@@ -165,18 +166,6 @@ class _Arm:
             fix="use --fresh",
             id="RCQ-CMP-02",
         )
-
-    def _write_contract(self, known: Mapping[str, Any]) -> None:
-        record = {
-            "schema": SCHEMA,
-            "contract_hash": contract.contract_hash(known),
-            "timing_hash": contract.timing_hash(known),
-            "mode_hash": self.mode_hash,
-            "begun_hash": self.begun_hash,
-            "fields": dict(known),
-            "facts": self.facts._asdict(),
-        }
-        write_json(self.writer.folder / "contract.json", record)
 
     def mark(self, status: str) -> None:
         """Record a change of status."""
@@ -218,27 +207,12 @@ class _Arm:
         """Write the final contract and the summary, both rebuilt from rows alone."""
         if self.writer.complete:
             return
-        rows = records.ordered((self.done[key] for key in self.keys), self.facts.parts)
-        controls = records.ordered((self.done[key] for key in self.control_keys), self.facts.parts)
         for name, reading in host.memory().items():
             self.writer.append_telemetry({"kind": "host", "name": name, **reading.to_json()})
-        final = self.fields | identity.late(rows, bench.loaded.tokenizer.bos_id)
-        final["pipeline.backend"] = bench.engine.backend_name
-        self._write_contract(final)
-        failed = any(row["status"] != OK for row in (*rows, *controls)) or not rows
-        status = ERROR if failed else COMPLETE
-        timings = {entry["key"]: entry for entry in self.writer.telemetry if entry.get("kind") == "timing"}
-        built = build_cells(self.spec, self.facts, rows, timings, self.writer.log, status)
-        summary = {
-            "status": status,
-            "contract": contract.contract_hash(final),
-            "mode_hash": self.mode_hash,
-            "model_name": bench.loaded.name,
-            "cells": [done.cell for done in built],
-            "controls": records.controls_summary(controls, self.facts.score_key),
-            "problems": records.problems(self.facts, rows, controls, [done.certificates for done in built]),
-        }
-        self.writer.finish(summary, [row["key"] for row in rows])
+        rows, controls = ([self.done[key] for key in keys] for keys in (self.keys, self.control_keys))
+        late = identity.late(records.ordered(rows, self.facts.parts), bench.loaded.tokenizer.bos_id)
+        final = self.fields | late | {"pipeline.backend": bench.engine.backend_name}
+        finish_run(self.writer, self.spec, self.facts, final, self.begun_hash, rows, controls)
 
 
 @dataclass(slots=True)

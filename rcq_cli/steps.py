@@ -166,6 +166,28 @@ def read_parquet(path: Path) -> "pa.Table":
         ) from error
 
 
+def arrays_of(rows: "pa.Table") -> Iterator[tuple[str, StepArrays]]:
+    """Yield the arrays of each sample of a table, as they were before they became rows."""
+    import numpy as np
+
+    names = rows["sample_id"].combine_chunks()
+    for sample_id in names.unique().to_pylist():
+        mine = rows.filter(_equal(rows["sample_id"], sample_id))
+        columns = {name: mine[name].to_numpy(zero_copy_only=False) for name in mine.column_names}
+        shape = tuple(len(np.unique(columns[name])) for name in ("step", "layer", "head"))
+        arrays = {name: columns[name].reshape(shape) for name in UNITS}
+        for name in ("blocks", "paged_bytes"):
+            arrays[name] = arrays[name][:, :, 0]
+        layers = columns["layer"].reshape(shape)[0, :, 0].tolist()
+        yield sample_id, StepArrays(**arrays, layers=tuple(layers))
+
+
+def _equal(column: Any, value: str) -> Any:
+    import pyarrow.compute as pc
+
+    return pc.equal(column, value)
+
+
 def _flush(pq: Any, writer: Any, path: Path, rows: "pa.Table") -> Any:
     writer = writer or pq.ParquetWriter(path, rows.schema)
     writer.write_table(rows, row_group_size=max(rows.num_rows, 1))

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-from rcq_cli import run, store
+from rcq_cli import finish, run, store
 from rcq_cli.errors import BrokenRun, NotComparable, SpecError, UnsupportedHere
+from rcq_cli.finish import merge, rescore
 from rcq_cli.store import RunReader
 from tests.unit import stub_bench
 from tests.unit.stub_bench import NAN, OUT_OF_MEMORY, Engine, Task, batch, execute, loaded
@@ -14,7 +15,9 @@ from tests.unit.stub_bench import NAN, OUT_OF_MEMORY, Engine, Task, batch, execu
 @pytest.fixture(autouse=True)
 def task(monkeypatch):
     made = Task()
-    monkeypatch.setattr(run, "TASKS", stub_bench.Stubs("", "", "task", {"stub": made}))
+    entries = stub_bench.Stubs("", "", "task", {"stub": made})
+    monkeypatch.setattr(run, "TASKS", entries)
+    monkeypatch.setattr(finish, "TASKS", entries)
     monkeypatch.setattr(run, "MODES", stub_bench.Stubs("", "", "mode", stub_bench.MODES))
     return made
 
@@ -394,3 +397,39 @@ def test_a_full_disk_stops_the_run_and_says_so(tmp_path, monkeypatch):
     with pytest.raises(BrokenRun, match="No space left"):
         execute(tmp_path, Engine(), batch("dense"))
     assert len(RunReader(next(tmp_path.iterdir())).examples()) == 3
+
+
+# -- runs made of runs -----------------------------------------------------------------------------------------
+
+
+def test_merged_shards_are_the_whole_run(tmp_path):
+    shards = execute(
+        tmp_path, Engine(), *(batch("certified", audit=1.0, shard=f"{i}/3") for i in (1, 2, 3)), resume=False
+    )
+    whole = execute(tmp_path / "whole", Engine(), batch("certified", audit=1.0))[0]
+    merged = merge(shards, tmp_path / "merged")
+    assert deterministic(merged) == deterministic(whole)
+    assert RunReader(merged).spec == RunReader(whole).spec
+    assert RunReader(merged).examples() == RunReader(whole).examples()
+    assert RunReader(merged).steps().equals(RunReader(whole).steps())
+
+
+def test_runs_of_different_settings_do_not_merge(tmp_path):
+    folders = execute(tmp_path, Engine(), batch("dense", shard="1/2"), batch("dense", shard="2/2", seed=1))
+    with pytest.raises(NotComparable, match="not shards of one run"):
+        merge(folders, tmp_path)
+    with pytest.raises(SpecError, match="at least two"):
+        merge(folders[:1], tmp_path)
+
+
+def test_stored_answers_are_scored_by_the_task_of_today(tmp_path, task):
+    (folder,) = execute(tmp_path, Engine(lambda _, s: NAN if s.index == 4 else "right"), batch("certified"))
+    task.metric = "exact@2"
+    task.score = lambda sample, _completion: {"accuracy": float(sample.index > 1)}
+    again = RunReader(rescore(folder, tmp_path / "again"))
+    (cell,) = again.cells()
+    assert (cell["score"], cell["n"], cell["errors"], cell["metric_version"]) == (0.5, 4, 1, "exact@2")
+    before = RunReader(folder)
+    assert again.contract == before.contract | {"task.metric": "exact@2"}
+    assert again.steps().equals(before.steps())
+    assert before.cells()[0]["score"] == 1.0

@@ -320,6 +320,17 @@ def test_the_table_has_a_row_per_step_layer_and_head(folder):
     assert (entry["true_error"] is not None) == audited
 
 
+def test_the_table_gives_the_arrays_back(folder):
+    logged(folder, (5, 6), "complete")
+    found = dict(steps.arrays_of(RunReader(folder).steps()))
+    assert list(found) == ["k5", "k6"]
+    for name in steps.UNITS:
+        left, right = getattr(found["k6"], name), getattr(arrays(6), name)
+        np.testing.assert_array_equal(left, right)
+        assert left.dtype == right.dtype
+    assert found["k6"].layers == (0, 3)
+
+
 def test_a_run_without_certificates_has_no_table(folder):
     with RunWriter(folder) as writer:
         writer.append_row(row("a"))
