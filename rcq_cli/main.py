@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,11 +50,11 @@ def run(argv: Sequence[str]) -> int:
 def _run(shell: Shell, rest: list[str]) -> int:
     try:
         shell.check_presentation()
-        if not rest:
+        if not rest and "_RCQ_COMPLETE" not in os.environ:
             shell.stderr.write(SHORT_HELP)
             return 2
-        signal.signal(signal.SIGTERM, _terminate)
-        return _call(shell, with_bare_values(rest))
+        with _terminable():
+            return _call(shell, with_bare_values(rest))
     except RcqError as error:
         return shell.fail(error)
     except KeyboardInterrupt:
@@ -142,5 +144,18 @@ def interrupted() -> Interrupted:
     return Interrupted("interrupted", "stopped by a signal", "start the command again", "RCQ-RUN-09")
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature is the signal module's
-    raise KeyboardInterrupt
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM stop a command as Ctrl-C does: what is finished is stored and the way to go on is said."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature is the signal module's
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -133,7 +133,10 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def start(self, total: int, title: str) -> None:
-        """Begin to beat."""
+        """Begin to beat; once it beats, take the better known total."""
+        if self._thread is not None:
+            self._state.planned = total
+            return
         self._state = State(title=title, planned=total, started=self._clock())
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="rcq-heartbeat", daemon=True)
@@ -186,7 +189,11 @@ class Bar:
         self._task: Any = None
 
     def start(self, total: int, title: str) -> None:
-        """Show the bar."""
+        """Show the bar; once it is there, take the better known total."""
+        if self._live is not None:
+            self._state.planned = total
+            self._live.update(self._task, total=total or None)
+            return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 

@@ -79,7 +79,7 @@ def _line(
     parts = []
     for cell, index in zip(cells, band, strict=True):
         room = " " * (widths[index] - cell_width(cell.text))
-        text = room + cell.text if columns[index].right else cell.text + room
+        text = room + cell.text if columns[index].right else cell.text + room * (index != band[-1])
         parts.append(paint(text, cell.style, view))
     return (" " * GAP).join(parts).rstrip()
 

@@ -23,7 +23,7 @@ class Cell:
 
     text: str
     style: str = ""
-    """`good`, `bad`, `doubt`, `faint`, `strong`, `heat:0.35` or nothing; never the only carrier of meaning."""
+    """`good`, `bad`, `doubt`, `faint`, `strong`, `heat:0.35` or nothing; never the only sign."""
 
 
 @dataclass(frozen=True, slots=True)

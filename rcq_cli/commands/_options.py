@@ -38,9 +38,9 @@ ModeName = Annotated[
     typer.Option("--mode", metavar="NAME", help="How the cache is kept and read. [default: certified]"),
 ]
 Samples = Annotated[
-    int | None, typer.Option("--samples", metavar="N", help="Samples per cell. [default: the task's]")
+    str | None, typer.Option("--samples", metavar="N", help="Samples per cell. [default: the task's]")
 ]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the prompts. [default: 0]")]
+Seed = Annotated[str | None, typer.Option("--seed", metavar="N", help="Seed of the prompts. [default: 0]")]
 Backend = Annotated[
     str | None,
     typer.Option(
@@ -80,7 +80,7 @@ Audit = Annotated[
     ),
 ]
 MaxErrors = Annotated[
-    int, typer.Option("--max-errors", metavar="N", help="Failed samples that a run may have and still count.")
+    str, typer.Option("--max-errors", metavar="N", help="Failed samples that a run may have and still count.")
 ]
 KeepPrompts = Annotated[bool, typer.Option("--keep-prompts", help="Store the text of every prompt.")]
 AllowInactive = Annotated[
@@ -139,25 +139,46 @@ def share_of(text: str | None, flag: str) -> float | None:
     return value
 
 
-def at_least(value: int | None, low: int, flag: str) -> None:
-    """Raise `SpecError` when a whole number is below what a flag allows."""
-    if value is not None and value < low:
+def whole(text: str | int | None, flag: str, low: int) -> int | None:
+    """Return the whole number a flag's text means; raise `SpecError` for anything else or less than `low`."""
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        raise SpecError(
+            f"{flag} {text!r} is no whole number", fix=f"allowed: {low} or more", id="RCQ-USE-07"
+        ) from None
+    if value < low:
         raise SpecError(f"{flag} {value} is not allowed", fix=f"allowed: {low} or more", id="RCQ-USE-07")
+    return value
+
+
+def between(text: str | None, flag: str, high: float) -> float | None:
+    """Return the number a flag's text means; raise `SpecError` unless it lies between 0 and `high`."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < high:
+        what = f"{flag} {text!r} is not allowed"
+        raise SpecError(what, fix=f"allowed: a number between 0 and {high:g}", id="RCQ-USE-07")
+    return value
 
 
 def flags_of(modes: tuple[str, ...] = (), **given: Any) -> Flags:
     """Return the `Flags` of the values Typer parsed, checked one by one as far as a single value can be."""
     from rcq_cli.presets import Flags
 
-    at_least(given.get("samples"), 1, "--samples")
-    at_least(given.get("seed"), 0, "--seed")
     return Flags(
         modes=modes,
         model=given.get("model"),
         tasks=words(given.get("task")),
         ctx=words(given.get("ctx")),
-        samples=given.get("samples"),
-        seed=given.get("seed"),
+        samples=whole(given.get("samples"), "--samples", 1),
+        seed=whole(given.get("seed"), "--seed", 0),
         backend=given.get("backend"),
         device=given.get("device"),
         dtype=given.get("dtype"),

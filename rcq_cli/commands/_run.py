@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 Json = Any
 
 EXECUTORS: Registry[Any] = Registry("rcq_cli.executors", "EXECUTOR", "executor")
-PRECEDENCE = (130, 1, 2, 7, 5, 4, 6, 3)
-"""Which exit code wins when several causes apply."""
 
 
 class Limits(NamedTuple):
@@ -114,14 +112,10 @@ def _accepted(problem: Mapping[str, Json], limits: Limits) -> bool:
     return problem["kind"] == "inactive" and limits.allow_inactive
 
 
-def exit_code(codes: Iterable[int]) -> int:
-    """Return the code that outranks the others, 0 when there is none."""
-    present = set(codes)
-    return next((code for code in PRECEDENCE if code in present), 0)
-
-
 def report_problems(shell: Shell, problems: Sequence[Mapping[str, Json]]) -> None:
     """Write each problem to stderr as an error of three lines, the gravest first."""
+    from rcq_cli.gates import PRECEDENCE
+
     for problem in sorted(problems, key=lambda p: PRECEDENCE.index(p["code"])):
         shell.report(_as_error(problem))
 

@@ -157,9 +157,10 @@ def _has_cuda() -> bool:
 
 
 def _models() -> Iterator[Probe]:
-    from rcq_cli.commands.models import SOURCES, availability_of
+    from rcq_cli.commands.models import availability_of
+    from rcq_cli.sources import built_in
 
-    for name in SOURCES.names():
+    for name in built_in():
         found = availability_of(name)
         status = "ok" if found.available else "absent"
         yield Probe(f"model {name}", status, None, "models", found.reason, found.fix)
@@ -186,7 +187,7 @@ def _corpora() -> Iterator[Probe]:
 
 
 def _attempt(action: Any) -> str | None:
-    """Return what `action` returns, or its failure as text: a broken plug-in is a row, not the end of the report."""
+    """Return what `action` returns, or its failure as text: a broken plug-in is one row of the report."""
     try:
         result: str | None = action()
     except Exception as error:  # noqa: BLE001  whatever a plug-in raises is what the row reports

@@ -36,7 +36,7 @@ def command(
     device: o.Device = None,
     dtype: o.Dtype = None,
     audit: o.Audit = None,
-    max_errors: o.MaxErrors = 0,
+    max_errors: o.MaxErrors = "0",
     allow_inactive: o.AllowInactive = False,
     keep_prompts: o.KeepPrompts = False,
     shard: Shard = None,
@@ -53,29 +53,26 @@ def command(
 
     Example: rcq eval --task niah --ctx 64k --mode certified
     """
+    given = locals()
+    asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
     from rcq_cli.commands import _run
+    from rcq_cli.gates import exit_code
     from rcq_cli.presets import resolve
 
     shell = o.shell_of(context)
     shell.parsed("eval", format=format, json_target=json, quiet=quiet, verbose=verbose)
-    o.at_least(max_errors, 0, "--max-errors")
-    given = o.flags_of((mode,) if mode else (), **_named(locals()))
-    plan = resolve("eval", given)
+    limits = _run.Limits(o.whole(max_errors, "--max-errors", 0) or 0, allow_inactive)
+    plan = resolve("eval", o.flags_of((mode,) if mode else (), **asked))
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
 
         return answer_dry_run(shell, plan)
     readers = _run.read_runs(_run.carry_out(shell, plan, resume=resume))
-    problems = _run.run_problems(readers, _run.Limits(max_errors, allow_inactive))
-    code = _run.exit_code(problem["code"] for problem in problems)
+    problems = _run.run_problems(readers, limits)
+    code = exit_code(problem["code"] for problem in problems)
     _answer(shell, readers, problems, code)
     _run.report_problems(shell, problems)
     return code
-
-
-def _named(values: dict[str, Json]) -> dict[str, Json]:
-    """Return the parameters that belong into `Flags`, by their names there."""
-    return {name: values[name] for name in o.FLAG_NAMES if name in values}
 
 
 def _answer(shell: Shell, readers: Sequence[RunReader], problems: Sequence[Json], code: int) -> None:
@@ -96,6 +93,7 @@ def _answer(shell: Shell, readers: Sequence[RunReader], problems: Sequence[Json]
 
 
 def _tables(document: dict[str, Json], readers: Sequence[RunReader]) -> tuple[Table, ...]:
+    from rcq_cli.reports._header import header
     from rcq_cli.reports.heatmap import REPORT as heatmap
     from rcq_cli.reports.heatmap import Rows
     from rcq_cli.reports.summary import REPORT as summary
@@ -105,4 +103,5 @@ def _tables(document: dict[str, Json], readers: Sequence[RunReader]) -> tuple[Ta
         for reader in readers
         if reader.spec.task_name == "niah" and reader.spec.ctx is not None and (cells := reader.cells())
     ]
-    return (*summary.tables(document), *heatmap.tables(runs))
+    top = header(readers[0].contract, document["contract"])
+    return (top, *summary.tables(document), *heatmap.tables(runs))

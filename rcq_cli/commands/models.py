@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from rcq_cli.commands import _options as o
 from rcq_cli.errors import SpecError
 from rcq_cli.protocols import Availability
-from rcq_cli.registry import Registry
+from rcq_cli.sources import SOURCES, built_in, resolve
 
-SOURCES: Registry[Any] = Registry("rcq_cli.models", "SOURCE", "model")
 ACTION = typer.Argument("list", metavar="[list|pull]", help="list what there is, or pull one model.")
 NAME = typer.Argument(None, metavar="NAME", help="The model to pull.")
 
@@ -35,7 +33,7 @@ def command(
     if action == "pull":
         if name is None:
             raise SpecError(
-                "models pull needs a NAME", fix=f"known: {', '.join(SOURCES.names())}", id="RCQ-USE-02"
+                "models pull needs a NAME", fix=f"known: {', '.join(built_in())}", id="RCQ-USE-02"
             )
         said = pull(name)
         answer_records(shell, "pulled", [{"name": name, "result": said}])
@@ -46,9 +44,9 @@ def command(
         )
     entries = []
     for known in SOURCES.names():
-        source, found = SOURCES.load(known), availability_of(known)
-        facts = {"here": "yes" if found.available else "no", "licence": source.licence}
-        why = "" if found.available else "; ".join(filter(None, (found.reason, found.fix)))
+        source, found = SOURCES.load(known), availability_of(known) if known in built_in() else None
+        facts = {"here": None if found is None else found.available, "licence": source.licence}
+        why = "" if found is None or found.available else "; ".join(filter(None, (found.reason, found.fix)))
         entries.append(Entry(known, facts, source.summary + (f" ({why})" if why else "")))
     answer_entries(shell, "models", entries)
     return 0
@@ -62,8 +60,6 @@ def availability_of(name: str) -> Availability:
 
 def pull(reference: str) -> str:
     """Fetch what `reference` names into rcq's cache and say what was done."""
-    from rcq_cli.sources import resolve
-
     source, reference = resolve(reference)
     said: str = source.pull(reference)
     return said

@@ -137,17 +137,17 @@ def _reasons(pair: Mapping[str, Json]) -> list[str]:
 def _gate(document: Mapping[str, Json]) -> Table:
     gate = document["gate"]
     title = f"gate {'passed' if gate['passed'] else 'FAILED'}, exit code {document['exit_code']}"
-    columns = (Column("what was checked"), Column("observed"), Column("result"))
+    columns = (Column("where"), Column("what was checked"), Column("observed"), Column("result"))
     rows = tuple(_gate_row(g) for g in gate.get("gates", ()) if g.get("status") != "pass")
     notes = tuple(str(failure) for failure in gate["failures"])
     return Table(title, columns if rows else (), rows, notes)
 
 
-def _gate_row(gate: Mapping[str, Json]) -> tuple[Cell, Cell, Cell]:
+def _gate_row(gate: Mapping[str, Json]) -> tuple[Cell, Cell, Cell, Cell]:
     status, value = str(gate.get("status")), gate.get("value")
     shown = significant(value) if isinstance(value, int | float) else str("-" if value is None else value)
     style = "bad" if status == "fail" else "doubt" if status in ("inconclusive", "warn") else "faint"
-    return Cell(str(gate["expr"])), Cell(shown), Cell(status, style)
+    return Cell(str(gate.get("matched") or "-")), Cell(str(gate["expr"])), Cell(shown), Cell(status, style)
 
 
 REPORT = Paired()

@@ -1,0 +1,220 @@
+"""From run folders to pairs and gates: what stands between the runs and the document of `rcq compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rcq_cli import gates
+from rcq_cli.commands import _run
+from rcq_cli.contract import Mismatch, compare_contracts
+from rcq_cli.errors import BrokenRun, NotComparable, RcqError
+from rcq_cli.judge import add_costs, judge
+from rcq_cli.pairing import PairSpec
+from rcq_cli.presets import TASKS
+
+if TYPE_CHECKING:
+    from rcq_cli.protocols import Task
+    from rcq_cli.store import RunReader
+
+Json = Any
+Rows = list[dict[str, Json]]
+
+
+class Rules(NamedTuple):
+    """How runs are judged: the flags of compare that change no run."""
+
+    limits: _run.Limits = _run.Limits()
+    margin: float | None = None
+    alpha: float = 0.025
+    cluster: str = "cluster"
+    max_missing: int = 0
+    allow_mismatch: bool = False
+    partial: bool = False
+    strict: bool = False
+    exit_zero: bool = False
+    expected: Mapping[str, str] = gates.EXPECTED
+    fail_on: tuple[gates.GateExpression, ...] = ()
+
+
+class Arm(NamedTuple):
+    """One run under the name it has in this comparison."""
+
+    label: str
+    reader: RunReader
+
+
+class Judged(NamedTuple):
+    """Everything the document of a comparison holds."""
+
+    cells: Rows
+    pairs: Rows
+    gate: gates.GateReport
+    warnings: tuple[str, ...]
+
+
+def labelled(readers: Sequence[RunReader]) -> list[Arm]:
+    """Name each run by its mode; runs of one mode and place are told apart by their folders."""
+    seen: dict[tuple[str, str, int | None], int] = {}
+    places = [(reader.spec.mode, reader.spec.task, reader.spec.ctx) for reader in readers]
+    for place in places:
+        seen[place] = seen.get(place, 0) + 1
+    return [
+        Arm(f"{place[0]} ({reader.folder.name})" if seen[place] > 1 else place[0], reader)
+        for place, reader in zip(places, readers, strict=True)
+    ]
+
+
+def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
+    """Judge each group of runs against its first one.
+
+    Raises `NotComparable` when no pair of runs may be compared and `BrokenRun` for a run that never began.
+    """
+    specs: list[tuple[PairSpec, Rows, Rows]] = []
+    cells: Rows = []
+    problems: Rows = []
+    refusals: list[NotComparable] = []
+    timing: dict[tuple[str, str], bool] = {}
+    warnings: list[str] = []
+    for group in groups:
+        arms = labelled(group)
+        rows = {arm.label: _rows(arm) for arm in arms}
+        cells += [cell | {"mode": arm.label} for arm in arms for cell in _run.cells_of([arm.reader])]
+        for arm in arms:
+            problems += [_located(problem, arm) for problem in _run.run_problems([arm.reader], rules.limits)]
+        for arm in arms[1:]:
+            mismatch = compare_contracts(arms[0].reader.contract, arm.reader.contract)
+            if not mismatch.comparable and not rules.allow_mismatch:
+                refusals.append(mismatch.refusal(arms[0].label, arm.label))
+                problems.append(_refused(refusals[-1], arm))
+                continue
+            warnings += _warnings(mismatch, arm.label)
+            timing[arms[0].label, arm.label] = mismatch.timing_comparable
+            specs += _parts(arms[0], arm, rows, rules)
+    if not specs:
+        raise refusals[0]
+    pairs = [_finished(pair, cells, timing, rules) for pair in judge(specs)]
+    report = gates.evaluate_gates(
+        pairs,
+        [_as_accepted(cell, rules.limits) for cell in cells],
+        fail_on=rules.fail_on,
+        expected=rules.expected,
+        strict=rules.strict,
+        preset=groups[0][0].spec.preset or "",
+        problems=problems,
+    )
+    return Judged(cells, pairs, report, tuple(dict.fromkeys(warnings)))
+
+
+def _rows(arm: Arm) -> Rows:
+    if arm.reader.facts is None:
+        raise BrokenRun(
+            f"run {arm.reader.folder} has no results",
+            f"it is {arm.reader.status}: no model was loaded yet",
+            "finish it with rcq eval ... --resume",
+            "RCQ-RUN-08",
+        )
+    return arm.reader.examples()
+
+
+def _located(problem: Mapping[str, Json], arm: Arm) -> dict[str, Json]:
+    spec = arm.reader.spec
+    return {**problem, "task": spec.task, "ctx": spec.ctx, "mode": arm.label}
+
+
+def _refused(refusal: NotComparable, arm: Arm) -> dict[str, Json]:
+    what = f"{refusal.what}: {refusal.why}"
+    return _located({"code": 5, "kind": "contract_differs", "what": what, "count": 1}, arm)
+
+
+def _warnings(mismatch: Mismatch, label: str) -> list[str]:
+    lifted = [f"{label}: {name} differs ({ours!r} and {theirs!r})" for name, ours, theirs in mismatch.must]
+    return lifted + [f"{label}: {text}" for text in mismatch.warnings()]
+
+
+def _parts(
+    reference: Arm, candidate: Arm, rows: Mapping[str, Rows], rules: Rules
+) -> list[tuple[PairSpec, Rows, Rows]]:
+    """Return a spec with both arms' rows for every part of the task."""
+    facts, spec = reference.reader.facts, reference.reader.spec
+    if facts is None:
+        return []
+    task = TASKS.load(spec.task_name)
+    found = []
+    for part in facts.parts:
+        pair = PairSpec(
+            task=f"{spec.task_name}/{part}" if part else spec.task_name,
+            ctx=spec.ctx,
+            reference=reference.label,
+            candidate=candidate.label,
+            margin=_margin(task, spec.preset, rules),
+            metric=facts.score_key,
+            higher_is_better=facts.higher_is_better,
+            alpha=rules.alpha,
+            cluster=rules.cluster,
+            exact_candidate=candidate.reader.spec.mode_name == "dense",
+            controls=spec.controls and candidate.reader.spec.controls,
+            partial=rules.partial,
+            allow_inactive=rules.limits.allow_inactive,
+            allow_mismatch=rules.allow_mismatch,
+            max_errors=rules.limits.max_errors,
+            max_missing=rules.max_missing,
+        )
+        mine = [[row for row in rows[arm.label] if row["part"] == part] for arm in (reference, candidate)]
+        found.append((pair, mine[0], mine[1]))
+    return found
+
+
+def _margin(task: Task, preset: str | None, rules: Rules) -> float:
+    if rules.margin is not None:
+        return rules.margin
+    return task.margins.get(preset or "", task.margins[""])
+
+
+def _finished(
+    pair: Mapping[str, Json], cells: Rows, timing: Mapping[tuple[str, str], bool], rules: Rules
+) -> dict[str, Json]:
+    """Return the pair with its costs and whether its failure was announced."""
+    arms = [_cell_at(cells, pair, pair[side]) for side in ("reference", "candidate")]
+    comparable = timing[pair["reference"], pair["candidate"]]
+    expected = gates.expectation(pair["candidate"], rules.expected) == "fail"
+    return {**add_costs(dict(pair), *arms, timing_comparable=comparable), "expected": expected}
+
+
+def _cell_at(cells: Rows, pair: Mapping[str, Json], label: str) -> dict[str, Json]:
+    found = (c for c in cells if (c["task"], c["ctx"], c["mode"]) == (pair["task"], pair["ctx"], label))
+    return next(found, {})
+
+
+def _as_accepted(cell: Mapping[str, Json], limits: _run.Limits) -> dict[str, Json]:
+    """Return the cell as the gates shall see it: failed samples within the limit leave it complete."""
+    accepted = cell["status"] == "error" and 0 < cell["errors"] <= limits.max_errors
+    return {**cell, "status": "complete"} if accepted else dict(cell)
+
+
+def as_error(report: gates.GateReport, code: int) -> RcqError:
+    """Return what the exit code of a comparison says, as an error of three lines."""
+    worst = next(gate for gate in report.gates if gate.code == code)
+    more = len(report.failures) - 1
+    error = RcqError(
+        f"{_CAUSES[code]}: {worst.matched}" + (f" and {more} more" if more else ""),
+        worst.reason,
+        _FIXES[code],
+        f"RCQ-{'CERT' if code == 4 else 'CMP'}-{10 + code}",
+    )
+    error.exit_code = code
+    return error
+
+
+_CAUSES = {
+    3: "gate failed",
+    4: "certificate violated",
+    5: "runs not comparable",
+    6: "incomplete or unfit run",
+}
+_FIXES = {
+    3: "use a safer mode, or decide on another margin before the next run; --exit-zero only reports",
+    4: "report this with the run folder; do not use the mode on this model",
+    5: "run both with the same settings, or pass --allow-mismatch",
+    6: "see the notes below the table and `error` in examples.jsonl of the run, then run it again",
+}

@@ -1,0 +1,235 @@
+"""`rcq compare` from stored runs to table, document and exit code."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.stored_runs import ask, outcomes, stored_run
+
+# the published outcomes of the seed paper at 8K: both, dense only, candidate only, neither
+NAIVE_8K = (8, 31, 0, 61)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[str, str]:
+    dense, naive = outcomes(*NAIVE_8K)
+    return str(stored_run(tmp_path, "dense", dense)), str(stored_run(tmp_path, "naive", naive, reason=" "))
+
+
+def compared(capsys: pytest.CaptureFixture, *argv: str) -> dict:
+    code, out, _ = ask(capsys, "compare", *argv, "--json")
+    document = json.loads(out)
+    assert document["exit_code"] == code
+    return document
+
+
+def test_the_published_naive_run_is_judged_as_published(published, capsys):
+    document = compared(capsys, *published)
+    (pair,) = document["pairs"]
+    assert [pair[k] for k in ("both", "reference_only", "candidate_only", "neither")] == list(NAIVE_8K)
+    assert pair["mcnemar_p"] == pytest.approx(9.3132257e-10)
+    assert pair["difference"] == pytest.approx(-0.31)
+    assert pair["difference_ci"] == pytest.approx([-0.40626, -0.22780], abs=1e-5)
+    assert (pair["verdict"], pair["expected"]) == ("fail", True)
+    assert document["exit_code"] == 0
+    assert document["gate"]["passed"] is True
+
+
+def test_the_document_has_the_documented_keys(published, capsys):
+    document = compared(capsys, *published)
+    assert set(document) == {"schema", "command", "contract", "run", "cells", "pairs", "gate", "exit_code"}
+    assert len(document["contract"]) == 64
+    assert document["run"] is None
+    assert [cell["run"] for cell in document["cells"]] == list(published)
+    assert {"passed", "failures", "gates"} <= set(document["gate"])
+
+
+def test_a_loss_that_nobody_announced_fails_the_gate(published, capsys):
+    code, out, err = ask(capsys, "compare", *published, "--expect", "naive=pass")
+    assert code == 3
+    assert "FAIL" in out
+    assert [line[:7] for line in err.splitlines() if line.startswith(("error", "  why", "  fix"))] == [
+        "error: ",
+        "  why: ",
+        "  fix: ",
+    ]
+
+
+def test_exit_zero_silences_a_gate_but_no_violation(tmp_path, published, capsys):
+    assert ask(capsys, "compare", *published, "--expect", "naive=pass", "--exit-zero")[0] == 0
+    broken = stored_run(tmp_path, "certified", outcomes(*NAIVE_8K)[0], violations=2, reason=" ")
+    code, out, err = ask(capsys, "compare", published[0], str(broken), "--exit-zero")
+    assert code == 4
+    assert "2 of 1000" in out
+    assert "RCQ-CERT" in err
+
+
+def test_an_undecided_cell_fails_only_when_strict(tmp_path, capsys):
+    dense, other = outcomes(64, 2, 2, 32)
+    runs = (
+        str(stored_run(tmp_path, "dense", dense)),
+        str(stored_run(tmp_path, "certified", other, reason=" ")),
+    )
+    assert compared(capsys, *runs, "--margin", "0.05")["pairs"][0]["verdict"] == "inconclusive"
+    assert ask(capsys, "compare", *runs, "--margin", "0.05")[0] == 0
+    assert ask(capsys, "compare", *runs, "--margin", "0.05", "--strict")[0] == 3
+
+
+def test_alpha_and_margin_reach_the_verdict(tmp_path, capsys):
+    dense, other = outcomes(64, 2, 2, 32)
+    runs = (
+        str(stored_run(tmp_path, "dense", dense)),
+        str(stored_run(tmp_path, "certified", other, reason=" ")),
+    )
+    (pair,) = compared(capsys, *runs, "--margin", "0.05", "--alpha", "0.05")["pairs"]
+    assert (pair["verdict"], pair["alpha"], pair["margin"]) == ("pass", 0.05, 0.05)
+    assert compared(capsys, *runs)["pairs"][0]["margin"] == 0.15
+
+
+def test_different_contracts_are_refused_and_every_field_is_named(tmp_path, published, capsys):
+    other = stored_run(
+        tmp_path, "certified", [1.0] * 100, fields={"model.id": "other", "model.dtype": "float16"}
+    )
+    code, out, err = ask(capsys, "compare", published[0], str(other))
+    assert (code, out) == (5, "")
+    for part in ("model.id", "'needle' and 'other'", "model.dtype", "--allow-mismatch"):
+        assert part in err
+    assert len(err.splitlines()) == 3
+    code, _, err = ask(capsys, "compare", published[0], str(other), "--allow-mismatch")
+    assert code != 5
+    assert "model.id differs" in err
+
+
+def test_one_refused_run_does_not_stop_the_table(tmp_path, published, capsys):
+    other = stored_run(tmp_path, "certified", [1.0] * 100, fields={"model.id": "other"})
+    code, out, _ = ask(capsys, "compare", *published, str(other))
+    assert code == 5
+    assert "naive" in out
+    assert "model.id" in out
+
+
+def test_an_unfinished_run_is_incomplete(tmp_path, published, capsys):
+    begun = stored_run(tmp_path, "certified", [1.0] * 40, finish=False)
+    code, _, err = ask(capsys, "compare", published[0], str(begun))
+    assert code == 6
+    assert "RCQ-CMP-16" in err
+
+
+def test_failed_samples_count_up_to_the_limit(tmp_path, published, capsys):
+    scores = outcomes(*NAIVE_8K)[0]
+    torn = str(stored_run(tmp_path, "certified", scores, failed=2, reason=" "))
+    assert ask(capsys, "compare", published[0], torn)[0] == 6
+    assert ask(capsys, "compare", published[0], torn, "--max-errors", "1")[0] == 6
+    document = compared(capsys, published[0], torn, "--max-errors", "2")
+    assert document["exit_code"] == 0
+    assert document["pairs"][0]["n"] == 98
+
+
+def test_a_mode_that_did_nothing_cannot_pass(tmp_path, published, capsys):
+    scores = outcomes(*NAIVE_8K)[0]
+    idle = str(stored_run(tmp_path, "certified", scores, engaged=False, reason="inactive"))
+    assert ask(capsys, "compare", published[0], idle)[0] == 6
+    document = compared(capsys, published[0], idle, "--allow-inactive")
+    assert document["exit_code"] == 0
+    assert document["pairs"][0]["verdict"] == "inconclusive"
+
+
+def test_a_gate_expression_fails_or_is_refused(published, capsys):
+    assert ask(capsys, "compare", *published, "--fail-on", "niah.accuracy.upper < -0.2")[0] == 3
+    assert ask(capsys, "compare", *published, "--fail-on", "niah.accuracy.upper < -0.9")[0] == 0
+    for gate in (
+        "niah@64k.accuracy.upper < 0",
+        "ruler.accuracy.upper < 0",
+        "niah.acuracy.upper < 0",
+        "nonsense",
+    ):
+        code, out, err = ask(capsys, "compare", *published, "--fail-on", gate)
+        assert (code, out) == (2, "")
+        assert len(err.splitlines()) == 1
+
+
+def test_the_table_tells_everything_and_is_complete_when_piped(tmp_path, published, capsys):
+    good = stored_run(tmp_path, "certified", outcomes(*NAIVE_8K)[0], violations=0, reason=" ")
+    _, out, _ = ask(capsys, "compare", *published, str(good))
+    rows = {line.split("  ")[0]: line for line in out.splitlines()}
+    assert "needle (constructed)" in out
+    assert "niah@8k" in out
+    assert "reference" in rows["dense"]
+    for part in (
+        "-0.310 [-0.406, -0.228]",
+        "FAIL (expected)",
+        "9.3e-10",
+        "0.310 (31 lost, 0 won)",
+        "50%",
+        "1.00x",
+    ):
+        assert part in rows["naive"]
+    for part in ("pass", "0.006, 0.021", "0: 98%", "1: 1%", "4: 1%", "0 of 1000"):
+        assert part in rows["certified"]
+    assert "\x1b[" not in out
+    assert "\u2026" not in out
+
+
+def test_at_eighty_columns_nothing_is_cut(published, capsys, monkeypatch):
+    monkeypatch.setenv("RCQ_WIDTH", "80")
+    _, out, _ = ask(capsys, "compare", *published)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "-0.310 [-0.406, -0.228]" in out
+    assert "0.310 (31 lost, 0 won)" in out
+
+
+def test_every_format_is_complete(published, capsys):
+    _, out, _ = ask(capsys, "compare", *published, "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["mode"] for row in rows] == ["dense", "naive"]
+    assert float(rows[1]["pair.difference_ci.low"]) == pytest.approx(-0.40626, abs=1e-5)
+    assert rows[1]["bytes.device"] == "100"
+    _, out, _ = ask(capsys, "compare", *published, "-o", "jsonl")
+    assert [json.loads(line)["mode"] for line in out.splitlines()] == ["dense", "naive"]
+    _, out, _ = ask(capsys, "compare", *published, "-o", "md")
+    assert "| naive | 0.080" in out
+    assert "FAIL (expected)" in out
+
+
+def test_a_failed_gate_still_writes_the_document_to_its_path(tmp_path, published, capsys):
+    target = tmp_path / "result.json"
+    code, out, _ = ask(capsys, "compare", *published, "--expect", "naive=pass", "--json", str(target))
+    assert code == 3
+    assert out.startswith("rcq 0.1.0")
+    assert json.loads(target.read_text("utf-8"))["exit_code"] == 3
+
+
+def test_two_runs_of_one_mode_are_told_apart(tmp_path, capsys):
+    runs = [str(stored_run(tmp_path, "certified", [1.0] * 100, reason=str(i))) for i in range(2)]
+    document = compared(capsys, *runs)
+    assert len({cell["mode"] for cell in document["cells"]}) == 2
+    assert document["pairs"][0]["reference"] == f"certified ({Path(runs[0]).name})"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["dense"],
+        ["dense", "dense"],
+        ["dense", "{run}"],
+        ["{run}"],
+        ["{run}", "{run}"],
+        ["{run}", "runs/none"],
+        ["{run}", "{other}", "--task", "niah"],
+        ["{run}", "{other}", "-O", "eps=0.1"],
+        ["{run}", "{other}", "--margin", "1.5"],
+        ["{run}", "{other}", "--margin", "small"],
+        ["{run}", "{other}", "--cluster", "some"],
+        ["{run}", "{other}", "--expect", "naive=maybe"],
+        ["dense", "certified", "--fail-on", "ruler.accuracy.upper < 0"],
+    ],
+)
+def test_what_cannot_be_compared_is_a_usage_error(argv, published, capsys):
+    words = [word.format(run=published[0], other=published[1]) for word in argv]
+    code, out, err = ask(capsys, "compare", *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
