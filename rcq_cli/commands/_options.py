@@ -193,6 +193,14 @@ def flags_of(modes: tuple[str, ...] = (), **given: Any) -> Flags:
     )
 
 
+def refuse_work(asked: dict[str, Any], where: str) -> None:
+    """Raise `SpecError` when flags that say what to measure stand where everything is measured already."""
+    if asked:
+        name = next(iter(asked))
+        flag = {"mode_option": "-O", "task_option": "-T"}.get(name, "--" + name.replace("_", "-"))
+        raise SpecError(f"{flag} has no meaning {where}", fix=f"leave {flag} out", id="RCQ-USE-02")
+
+
 def choose(value: str, allowed: Sequence[str], flag: str) -> str:
     """Return `value` when it is one of `allowed`; raise `SpecError` with the near match otherwise."""
     if value not in allowed:

@@ -105,7 +105,7 @@ def command(
     folders = run_folders(words)
     asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
     if folders:
-        _refuse_work(asked, dry_run)
+        o.refuse_work({**asked, **({"dry_run": True} if dry_run else {})}, "for finished runs")
         return _judge(shell, [_stored(folders)], rules)
     return _measure(shell, words, asked, rules, resume=resume, dry_run=dry_run)
 
@@ -163,14 +163,6 @@ def _stored(folders: Sequence[Path]) -> list[RunReader]:
     from rcq_cli.commands._run import read_runs
 
     return read_runs(folders)
-
-
-def _refuse_work(asked: dict[str, Json], dry_run: bool) -> None:
-    """Refuse flags that say what to measure when the runs are measured already."""
-    given = [*asked, *(["dry_run"] if dry_run else [])]
-    if given:
-        flag = {"mode_option": "-O", "task_option": "-T"}.get(given[0], "--" + given[0].replace("_", "-"))
-        raise SpecError(f"{flag} has no meaning for finished runs", fix=f"leave {flag} out", id="RCQ-USE-02")
 
 
 def _rules(given: dict[str, Json]) -> Rules:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rcq_cli.commands import _options as o
+from rcq_cli.errors import SpecError
 
 if TYPE_CHECKING:
+    from rcq_cli.commands._run import Limits
     from rcq_cli.shell import Shell
     from rcq_cli.store import RunReader
     from rcq_cli.table import Table
@@ -19,10 +22,18 @@ Json = Any
 Shard = Annotated[
     str | None, typer.Option("--shard", metavar="I/N", help="Only the I-th of N equal parts of the samples.")
 ]
+Runs = Annotated[
+    list[str] | None, typer.Argument(metavar="[RUN...]", help="With --merge: the runs of all shards.")
+]
+Merge = Annotated[bool, typer.Option("--merge", help="Put the shards RUN... together as one run.")]
+Rescore = Annotated[
+    str | None, typer.Option("--rescore", metavar="RUN", help="Score the stored answers of a run again.")
+]
 
 
 def command(
     context: typer.Context,
+    runs: Runs = None,
     task: o.Task = None,
     ctx: o.Ctx = None,
     mode: o.ModeName = None,
@@ -40,6 +51,8 @@ def command(
     allow_inactive: o.AllowInactive = False,
     keep_prompts: o.KeepPrompts = False,
     shard: Shard = None,
+    merge: Merge = False,
+    rescore: Rescore = None,
     executor: o.Executor = None,
     out: o.Out = None,
     resume: o.Resume = False,
@@ -56,18 +69,45 @@ def command(
     given = locals()
     asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
     from rcq_cli.commands import _run
-    from rcq_cli.gates import exit_code
     from rcq_cli.presets import resolve
 
     shell = o.shell_of(context)
     shell.parsed("eval", format=format, json_target=json, quiet=quiet, verbose=verbose)
     limits = _run.Limits(o.whole(max_errors, "--max-errors", 0) or 0, allow_inactive)
+    if merge or rescore or runs:
+        folder = _from_runs(tuple(runs or ()), merge, rescore, asked, mode)
+        return _finish(shell, _run.read_runs([folder]), limits)
     plan = resolve("eval", o.flags_of((mode,) if mode else (), **asked))
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
 
         return answer_dry_run(shell, plan)
-    readers = _run.read_runs(_run.carry_out(shell, plan, resume=resume))
+    return _finish(shell, _run.read_runs(_run.carry_out(shell, plan, resume=resume)), limits)
+
+
+def _from_runs(
+    runs: tuple[str, ...], merge: bool, rescore: str | None, asked: dict[str, Json], mode: str | None
+) -> Path:
+    """Make one run of stored ones and return its folder; nothing is answered again."""
+    from rcq_cli import finish
+    from rcq_cli.presets import resolve
+
+    if not merge and runs:
+        raise SpecError(f"unexpected argument {runs[0]!r}", fix="see rcq eval --help", id="RCQ-USE-02")
+    if merge and rescore:
+        raise SpecError("--merge and --rescore are two things", fix="merge first", id="RCQ-USE-02")
+    out = asked.pop("out", None)
+    o.refuse_work({**asked, **({"mode": mode} if mode else {})}, "with --merge and --rescore")
+    place = resolve("eval", o.flags_of(out=out)).out
+    if merge:
+        return finish.merge([Path(run) for run in runs], place)
+    return finish.rescore(Path(str(rescore)), place)
+
+
+def _finish(shell: Shell, readers: Sequence[RunReader], limits: Limits) -> int:
+    from rcq_cli.commands import _run
+    from rcq_cli.gates import exit_code
+
     problems = _run.run_problems(readers, limits)
     code = exit_code(problem["code"] for problem in problems)
     _answer(shell, readers, problems, code)

@@ -44,8 +44,16 @@ def stored_run(
         "mode.name": mode,
         **(fields or {}),
     }
-    contract = {"schema": 1, "contract_hash": contract_hash(known), "fields": known, "facts": facts._asdict()}
+    contract = {
+        "schema": 1,
+        "contract_hash": contract_hash(known),
+        "begun_hash": contract_hash(known),
+        "mode_hash": mode_hash(known),
+        "fields": known,
+        "facts": facts._asdict(),
+    }
     write_json(folder / "contract.json", contract)
+    write_json(folder / "environment.json", {"schema": 1})
     rows = [_row(i, score, engaged, reason) for i, score in enumerate(scores)]
     rows = [
         records.failed(r, "nan", "logits are not finite") if i < failed else r for i, r in enumerate(rows)

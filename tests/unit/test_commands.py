@@ -156,6 +156,31 @@ def test_a_bare_audit_means_every_step(tmp_path, capsys, monkeypatch):
     assert executor.asked[0][0][0].audit == 1.0
 
 
+def test_a_run_is_scored_again_without_a_model(tmp_path, capsys):
+    folder = stored_run(tmp_path / "runs", "naive", [1.0, 0.0, 1.0], samples=3)
+    code, out, _ = ask(capsys, "eval", "--rescore", str(folder), "--out", str(tmp_path / "again"), "--json")
+    document = json.loads(out)
+    assert document["exit_code"] == code
+    assert Path(document["run"]).parent == tmp_path / "again"
+    # the stored texts are "1.0 " and "0.0 ", the reference is "7"
+    assert document["cells"][0]["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["stray"],
+        ["--merge"],
+        ["--merge", "{run}", "--task", "niah"],
+        ["--rescore", "{run}", "--mode", "naive"],
+    ],
+)
+def test_merge_and_rescore_refuse_what_they_cannot_use(argv, tmp_path, capsys):
+    folder = stored_run(tmp_path, "naive", [1.0], samples=1)
+    code, out, err = ask(capsys, "eval", *(word.format(run=folder) for word in argv))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+
+
 # -- lists --------------------------------------------------------------------------------------------------
 
 
