@@ -34,7 +34,7 @@ def attach(
     from rcq_cli.engine.session import attach_session
 
     entry = MODES.load(mode)
-    chosen = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
+    chosen: Any = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
     return attach_session(model, entry, chosen, backend)
 
 
@@ -71,7 +71,7 @@ class LayerCache:
             raise SpecError(f"scale={scale!r} is not allowed", fix="give a finite number or None")
         self.geometry = Geometry(query_heads, kv_heads, head_dim, DTYPES[dtype], str(device), float(factor))
         self.mode = entry.name
-        chosen = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
+        chosen: Any = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
         self._dtype = dtype
         self._state = entry.open(self.geometry, chosen, choose_backend(backend, self.geometry))
 

@@ -269,8 +269,9 @@ class Engagement:
 class LayerState(Protocol):
     """The cache of one layer under one mode."""
 
-    tokens: int
-    """Logical length: tokens seen."""
+    @property
+    def tokens(self) -> int:
+        """Return the logical length: tokens seen."""
 
     def prefill(self, keys: Tensor, values: Tensor) -> None:
         """Add `[Hkv, T, D]` keys and values."""

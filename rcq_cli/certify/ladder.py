@@ -351,7 +351,8 @@ class CertifiedStep:
         if state is None:
             output = torch.zeros(heads, group, dim, dtype=self.cache.dtype)
             zero = self.query.new_zeros(heads, group)
-            parts, exact = (zero, zero, zero, zero), torch.ones(heads, group, dtype=torch.bool)
+            parts: tuple[Tensor, ...] = (zero, zero, zero, zero)
+            exact = torch.ones(heads, group, dtype=torch.bool)
         else:
             output, _, bounds = state
             parts = (bounds.key, bounds.value, bounds.dropped, bounds.rounding)

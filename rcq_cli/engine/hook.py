@@ -44,6 +44,8 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, prompt_tokens: int) -> None:
         super().__init__()
+        self.keys: Any = None
+        self.values: Any = None
         self.prompt_tokens = prompt_tokens
         self.seen = 0
         self.geometry: Geometry | None = None
@@ -200,7 +202,7 @@ class Hook:
 
     def _decode(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -263,7 +265,8 @@ def fork_cache(cache: Any) -> Any:
     Stock attention layers replace their tensors on update, so a shallow copy is independent; others are
     copied.
     """
-    layers = []
+    layers: list[Any] = []
+    twin: Any
     for layer in cache.layers:
         if isinstance(layer, ManagedLayer):
             twin = ManagedLayer(layer.prompt_tokens)

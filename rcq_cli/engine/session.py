@@ -92,7 +92,7 @@ class Session:
         call, self._open = self._open, None
         if call is None:
             return
-        from rcq_cli.records import SCHEMA
+        from rcq_cli.files import SCHEMA
         from rcq_cli.steps import encode
 
         arrays = call.recorder.arrays()

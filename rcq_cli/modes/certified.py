@@ -5,6 +5,7 @@ budget and the rounding analysis are rcq's own.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from rcq_cli.certify.exact import as_groups, exact_attention
 from rcq_cli.certify.ladder import Budget, CertifiedStep
 from rcq_cli.errors import SpecError
 from rcq_cli.modes._tiered import FormatOptions, TieredCounters, check_range
-from rcq_cli.protocols import Backend, Engagement, Geometry, LayerBytes, Step
+from rcq_cli.protocols import Engagement, Geometry, LayerBytes, Step
 
 DENOMINATORS = ("out", "layer", "abs")
 
@@ -51,7 +52,7 @@ class Options(FormatOptions):
 class CertifiedLayer:
     """One layer under `certified`."""
 
-    def __init__(self, geometry: Geometry, options: Options, backend: Backend) -> None:
+    def __init__(self, geometry: Geometry, options: Options, backend: Any) -> None:
         self.options = options
         self.cache = TieredStore(geometry, options.format(), backend)
         self.counters = TieredCounters(self.cache)
@@ -118,7 +119,7 @@ class Certified:
     certifies = True
     Options = Options
 
-    def open(self, geometry: Geometry, options: Options, backend: Backend) -> CertifiedLayer:
+    def open(self, geometry: Geometry, options: Any, backend: Any) -> CertifiedLayer:
         """Make the empty cache of one layer."""
         return CertifiedLayer(geometry, options, backend)
 

@@ -1,13 +1,14 @@
 """Original keys and values everywhere, through the attention call of an unmodified model: the reference."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rcq_cli.cache.slab import Slab
 from rcq_cli.certify.exact import as_groups, exact_attention
-from rcq_cli.protocols import Backend, Engagement, Geometry, LayerBytes, Step
+from rcq_cli.protocols import Engagement, Geometry, LayerBytes, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Options:
 class DenseLayer:
     """One layer under `dense`."""
 
-    def __init__(self, geometry: Geometry, backend: Backend) -> None:
+    def __init__(self, geometry: Geometry, backend: Any) -> None:
         self.geometry, self.backend = geometry, backend
         dtype = getattr(torch, geometry.dtype)
         self.keys, self.values = (
@@ -80,7 +81,7 @@ class Dense:
     certifies = False
     Options = Options
 
-    def open(self, geometry: Geometry, options: Options, backend: Backend) -> DenseLayer:
+    def open(self, geometry: Geometry, options: Any, backend: Any) -> DenseLayer:
         """Make the empty cache of one layer."""
         del options
         return DenseLayer(geometry, backend)

@@ -1,6 +1,7 @@
 """The storage of `certified` with no check, promotion, fallback or originals: unchecked quantisation."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from rcq_cli.cache.tiers import TieredStore
 from rcq_cli.certify.exact import as_groups, store
 from rcq_cli.errors import SpecError
 from rcq_cli.modes._tiered import FormatOptions, TieredCounters
-from rcq_cli.protocols import Backend, Engagement, Geometry, LayerBytes, Step
+from rcq_cli.protocols import Engagement, Geometry, LayerBytes, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Options(FormatOptions):
 class NaiveLayer:
     """One layer under `naive`."""
 
-    def __init__(self, geometry: Geometry, options: Options, backend: Backend) -> None:
+    def __init__(self, geometry: Geometry, options: Options, backend: Any) -> None:
         self.cache = TieredStore(geometry, options.format(), backend, originals=False)
         self.counters = TieredCounters(self.cache)
         self.scratch_bytes = 0
@@ -93,7 +94,7 @@ class Naive:
     certifies = False
     Options = Options
 
-    def open(self, geometry: Geometry, options: Options, backend: Backend) -> NaiveLayer:
+    def open(self, geometry: Geometry, options: Any, backend: Any) -> NaiveLayer:
         """Make the empty cache of one layer."""
         return NaiveLayer(geometry, options, backend)
 
