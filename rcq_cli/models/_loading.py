@@ -78,7 +78,7 @@ def load_pretrained(folder: str, name: str, device: str, dtype: str, **options: 
     """Return the transformers model of a local folder, in eval mode on its device, and its tokenizer.
 
     `options` go to both loaders (`gguf_file`) or the model's alone (`quantization_config`). Raises
-    `UnsupportedModel` for an architecture that cannot be loaded and `BrokenRun` for weights that do not fit it.
+    `UnsupportedModel` for an architecture that cannot be loaded, `BrokenRun` for weights that do not fit it.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

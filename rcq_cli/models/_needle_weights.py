@@ -1,8 +1,8 @@
 """Weights of the `needle` instrument model, from formulas: layer 0 copies tokens, layer 1 matches contexts.
 
 The residual stream holds, in this order: value code, match code, eight slots for the match codes of the 1..8
-previous tokens, output slot, a constant 1. Every code has norm 1, so what RMSNorm divides by is known in closed
-form at every place and is multiplied into the projections: all scores are in nats.
+previous tokens, output slot, a constant 1. Every code has norm 1, so what RMSNorm divides by is known in
+closed form at every place and is multiplied into the projections: all scores are in nats.
 """
 
 import hashlib
@@ -76,8 +76,10 @@ class Lists(NamedTuple):
     """Rows of the embedding."""
     silent: tuple[int, ...]
     """Ids that are never predicted."""
+    stems: Sequence[int]
+    """For every row the id whose match code it carries: a word is matched whatever its spelling."""
     keys: Sequence[Sequence[int]]
-    """Lists of key words, in every spelling; the words of one list share a centre."""
+    """Lists of key words by their stems; the words of one list share a centre."""
     answers: Sequence[Sequence[int]]
     """Classes of answer tokens; the tokens of one class share a centre."""
 
@@ -103,6 +105,7 @@ def draw_codes(lists: Lists, knobs: Knobs) -> Codes:
         for number, ids in enumerate(lists.keys):
             centre, free = _family(_stream(knobs.seed, f"keys/{number}"), len(ids), CODE_DIM)
             match[list(ids)] = sqrt(1 - spread) * centre + sqrt(spread) * free
+    match = match[list(lists.stems)]
     if knobs.value_margin is not None:
         spread = knobs.value_margin**2 / 2
         for number, ids in enumerate(lists.answers):
@@ -206,10 +209,12 @@ def _family(stream: np.random.RandomState, count: int, dim: int) -> tuple[Array,
 def _far_apart(rows: Array) -> list[int]:
     """Return the rows that are not close to a kept row before them."""
     close = rows @ rows.T > LARGEST_COSINE
+    taken = np.zeros(len(rows), dtype=bool)
     kept: list[int] = []
     for row in range(len(rows)):
-        if not close[row, kept].any():
+        if not taken[row]:
             kept.append(row)
+            taken |= close[row]
     return kept
 
 

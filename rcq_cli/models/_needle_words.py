@@ -1,6 +1,7 @@
 """Tokenizer of the `needle` instrument model: whole words, digit groups, and bytes for everything else."""
 
 import re
+import string
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rcq_cli.models._needle_weights import Lists
@@ -19,6 +21,8 @@ PATTERN = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]|\s"
 BLANK = "\u0120"
 """How the byte-level alphabet writes a space."""
 ROW_MULTIPLE = 64
+SIGNS = frozenset({"", "\u0120", "\u010a", "\u0109", "\u010d", *string.punctuation})
+"""Blanks (as the byte-level alphabet writes space, line break, tab and return) and punctuation."""
 
 
 def build_tokenizer(words: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
@@ -34,6 +38,9 @@ def build_tokenizer(words: Iterable[str] | None = None) -> PreTrainedTokenizerFa
     )
     backend.decoder = ByteLevelDecoder()
     pad, bos, eos = SPECIAL
+    backend.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, SPECIAL.index(bos))]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=pad,
@@ -48,12 +55,15 @@ def token_lists(tokenizer: PreTrainedTokenizerFast) -> Lists:
     """Return which tokens are key words, which are answers, and the rows the embedding needs."""
     ids = tokenizer.get_vocab()
     rows = -(-len(ids) // ROW_MULTIPLE) * ROW_MULTIPLE
-    first, second = (
-        [ids[token] for word in words for token in _spellings(word)] for words in (adjectives(), nouns())
-    )
+    stems = list(range(rows))
+    for token, number in ids.items():
+        stems[number] = ids.get(_stem(token), number)
+    keys = adjectives(), nouns()
+    stemmed = [[ids[word] for word in words] for words in keys]
+    spelled = [[ids[form] for word in words for form in _spellings(word)] for words in keys]
     digits = [ids[group] for group in _digit_groups()]
     silent = (*(ids[token] for token in SPECIAL), *range(len(ids), rows))
-    return Lists(rows, silent, keys=(first, second), answers=(digits, first, second))
+    return Lists(rows, silent, stems, keys=stemmed, answers=(digits, *spelled))
 
 
 def _token_ids(words: Iterable[str]) -> dict[str, int]:
@@ -72,8 +82,18 @@ def _digit_groups() -> list[str]:
 def _spellings(word: str) -> list[str]:
     """Return the ways a word may stand in a text, byte-level: word and Word, alone and after a space."""
     plain = dict.fromkeys((word, word.capitalize(), word.lower()))
-    encoded = [_byte_level(form) for form in plain]
+    encoded = [form if form.isascii() else _byte_level(form) for form in plain]
     return encoded + [BLANK + form for form in encoded]
+
+
+def _stem(token: str) -> str:
+    """Return the token that stands for `token` where contexts are compared.
+
+    A needle may open a paragraph or follow a question, and its answer prefix opens a line: neither the
+    spelling of a word nor the sign or blank before it may decide which needle matches.
+    """
+    word = token.removeprefix(BLANK).lower()
+    return "." if word in SIGNS else word
 
 
 def _byte_level(text: str) -> str:

@@ -94,7 +94,7 @@ def cannot_be_had(reference: str, error: Exception) -> UnsupportedHere:
     return UnsupportedHere(
         f"model {reference} cannot be had",
         why=f"it is not in the hub's cache, and the hub gave {reason}",
-        fix=f"run `rcq models pull {reference}` where the hub can be reached, or give a folder: --model dir:PATH",
+        fix=f"run `rcq models pull {reference}` where there is a network, or give a folder: --model dir:PATH",
         id="RCQ-ENV-03",
     )
 

@@ -1,7 +1,7 @@
 """The built-in instrument model: its retrieval is exact, so what is lost is lost by the cache mode.
 
 A `SmolLM3ForCausalLM` of two layers whose weights are formulas (`_needle_weights.py`). It needs no download
-and takes contexts of up to 262,144 tokens. Its difficulty is set by knobs that are part of its name, for example
+and takes contexts of up to 262,144 tokens. Its difficulty is set by knobs that are part of its name, e.g.
 `needle:key_margin=0.05,seed=1`; a knob that is not named keeps the preset's value, and `off` unsets a margin.
 """
 
