@@ -399,7 +399,7 @@ def test_a_full_disk_stops_the_run_and_says_so(tmp_path, monkeypatch):
     assert len(RunReader(next(tmp_path.iterdir())).examples()) == 3
 
 
-# -- runs made of runs -----------------------------------------------------------------------------------------
+# -- runs made of runs --------------------------------------------------------------------------------------
 
 
 def test_merged_shards_are_the_whole_run(tmp_path):
