@@ -216,8 +216,6 @@ class _Filling:
 
     def _meta(self, k: int, prompt: EncodedPrompt, body: Body, words: int) -> dict[str, Any]:
         context, corpus = self.context, self.context.corpus
-        gated = self.plan.control != NEEDLE_ONLY
-        floor = fill_floor(self.budget, self.haystack.largest_word()) if gated else None
         return {
             "form": context.form(k).name,
             "payload": payload_kind(self.options.payload, context.form(k)),
@@ -231,14 +229,21 @@ class _Filling:
             "units": words,
             "prompt_tokens": len(prompt.ids),
             "budget": self.budget,
-            "fill": len(prompt.ids) / self.budget,
-            "fill_floor": floor,
+            "fill": len(prompt.ids) / (context.request.ctx - self.options.gen),
+            "fill_floor": None if self.plan.control == NEEDLE_ONLY else self._fill_floor(k),
             "corpus": corpus.name,
             "corpus_kind": corpus.kind,
             "corpus_sha256": corpus.sha256,
             "repeats": self.haystack.repeats(words),
             "strip_think": self.options.strip_think,
         }
+
+    def _fill_floor(self, k: int) -> float:
+        """Return the least share of `ctx - gen` that the prompt of question k must fill."""
+        # the context is fitted to the longest question
+        slack = self.haystack.largest_word() + max(self.sizes) - self.sizes[k]
+        full = self.context.request.ctx - self.options.gen
+        return fill_floor(self.budget, slack) * self.budget / full
 
     def _achieved_depth(self, k: int, prompt: EncodedPrompt, body: Body) -> float:
         """Return the tokens before needle k in percent of the body's, the asked needles left out of both."""

@@ -346,6 +346,14 @@ def test_chained_turns_leave_room_for_all_questions_and_answers(template):
     assert 2048 - 2 <= used <= 2048
 
 
+@pytest.mark.parametrize("turns", ["fresh", "chained"])
+@pytest.mark.parametrize("name", ["word", "byte"])
+def test_every_question_of_a_shared_context_passes_the_fill_gate(name, turns):
+    for sample in build(TOKENIZERS[name](), ctx=4096, samples=10, questions=10, turns=turns):
+        share = len(sample.prompt_ids) / (4096 - 48)
+        assert sample.meta["fill"] == share >= sample.meta["fill_floor"]
+
+
 def test_a_perfect_answer_scores_1_and_an_empty_one_0():
     for sample in build(samples=4, payload="mixed"):
         value = sample.references[0]
