@@ -31,8 +31,8 @@ def resolve(reference: str) -> Resolved:
     """Return the source of `reference` and what to load from it; nothing is loaded or looked up on the net.
 
     A built-in name wins (knobs may follow a colon), then an existing folder, then a file that ends in .gguf,
-    then the form of a hub id. `hf:`, `dir:` and `gguf:` force one. Raises `UnknownEntry` for a name close to a
-    built-in one and `SpecError` for what has no meaning.
+    then the form of a hub id. `hf:`, `dir:` and `gguf:` force one. Raises `UnknownEntry` for a name close to
+    a built-in one and `SpecError` for what has no meaning.
     """
     prefix, colon, rest = reference.partition(":")
     if colon and prefix in PREFIXES:

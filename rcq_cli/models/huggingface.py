@@ -52,14 +52,7 @@ def cached_snapshot(reference: str) -> Path | None:
 
 def snapshot(reference: str) -> Path:
     """Return the folder of the model's snapshot, downloaded where needed; raise `UnsupportedHere`."""
-    from httpx import HTTPError
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     repository, revision = _split(reference)
     try:
@@ -67,14 +60,8 @@ def snapshot(reference: str) -> Path:
             folder = snapshot_download(
                 repository, revision=revision, allow_patterns=PATTERNS, ignore_patterns=DUPLICATES
             )
-    except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        HTTPError,
-        OSError,
-    ) as error:
+    # the last one is the base class of whatever HTTP client the hub's library uses
+    except (OSError, errors.HFValidationError, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
         raise cannot_be_had(reference, error) from error
     missing = missing_part(Path(folder))
     if missing:
