@@ -117,6 +117,7 @@ class Shell:
                 fix="give --json a PATH, or one of the two",
                 id="RCQ-USE-02",
             )
+        check_target(json_target)
         self.format = "json" if self.json_target == "-" else format
         if self.format == "json" and self.json_target not in (None, "-"):
             raise SpecError(

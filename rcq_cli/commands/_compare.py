@@ -81,7 +81,7 @@ def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
         rows = {arm.label: _rows(arm) for arm in arms}
         cells += [cell | {"mode": arm.label} for arm in arms for cell in _run.cells_of([arm.reader])]
         for arm in arms:
-            problems += [_located(problem, arm) for problem in _run.run_problems([arm.reader], rules.limits)]
+            problems += [_located(problem, arm) for problem in (arm.reader.summary or {}).get("problems", ())]
         for arm in arms[1:]:
             mismatch = compare_contracts(arms[0].reader.contract, arm.reader.contract)
             if not mismatch.comparable and not rules.allow_mismatch:
@@ -96,11 +96,14 @@ def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
     pairs = [_finished(pair, cells, timing, rules) for pair in judge(specs)]
     report = gates.evaluate_gates(
         pairs,
-        [_as_accepted(cell, rules.limits) for cell in cells],
+        cells,
         fail_on=rules.fail_on,
         expected=rules.expected,
         strict=rules.strict,
         preset=groups[0][0].spec.preset or "",
+        partial=rules.partial,
+        max_errors=rules.limits.max_errors,
+        allow_inactive=rules.limits.allow_inactive,
         problems=problems,
     )
     return Judged(cells, pairs, report, tuple(dict.fromkeys(warnings)))
@@ -184,12 +187,6 @@ def _finished(
 def _cell_at(cells: Rows, pair: Mapping[str, Json], label: str) -> dict[str, Json]:
     found = (c for c in cells if (c["task"], c["ctx"], c["mode"]) == (pair["task"], pair["ctx"], label))
     return next(found, {})
-
-
-def _as_accepted(cell: Mapping[str, Json], limits: _run.Limits) -> dict[str, Json]:
-    """Return the cell as the gates shall see it: failed samples within the limit leave it complete."""
-    accepted = cell["status"] == "error" and 0 < cell["errors"] <= limits.max_errors
-    return {**cell, "status": "complete"} if accepted else dict(cell)
 
 
 def as_error(report: gates.GateReport, code: int) -> RcqError:

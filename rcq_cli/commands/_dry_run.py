@@ -89,7 +89,7 @@ def _trials(batch: Batch, ctx: int, loads: Loads) -> dict[str, list[Trial]]:
         prefill = engine.prefill(sample.prompt_ids[: sample.context_len])
         for one in batch:
             mode = MODES.load(one.mode_name)
-            options = parse_options(mode.Options, one.mode_options, f"option of mode {one.mode_name}")
+            options: Json = parse_options(mode.Options, one.mode_options, f"option of mode {one.mode_name}")
             done = engine.decode(prefill, sample, mode, options, audit=one.audit)
             # the first mode of a batch pays for the prefill that all of them share
             spent = sum(done.step_ns) + (done.prefill_ns if one is spec else 0)

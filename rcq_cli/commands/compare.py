@@ -221,10 +221,11 @@ def _answer(shell: Shell, readers: Sequence[RunReader], judged: Judged, code: in
     from rcq_cli.reports.paired import REPORT
     from rcq_cli.shell import SCHEMA, Result
 
+    contract = contract_of(readers)
     document = {
         "schema": SCHEMA,
         "command": "compare",
-        "contract": contract_of(readers),
+        "contract": contract,
         "run": one_of(str(reader.folder) for reader in readers),
         "cells": judged.cells,
         "pairs": judged.pairs,
@@ -235,7 +236,7 @@ def _answer(shell: Shell, readers: Sequence[RunReader], judged: Judged, code: in
     shell.answer(
         Result(
             document,
-            lambda: (header(readers[0].contract, document["contract"]), *REPORT.tables(document)),
+            lambda: (header(readers[0].contract, contract), *REPORT.tables(document)),
             records,
         )
     )

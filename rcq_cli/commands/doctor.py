@@ -180,9 +180,12 @@ def _cache() -> Probe:
 
 def _corpora() -> Iterator[Probe]:
     from rcq_cli.presets import TASKS
+    from rcq_cli.tasks._corpora import open_corpus
 
+    reason = _attempt(lambda: open_corpus("builtin") and None)
+    yield Probe("corpus builtin", "ok" if reason is None else "error", None, "tasks", reason or "")
     for name in TASKS.names():
-        reason = _attempt(lambda name=name: (TASKS.load(name), None)[1])
+        reason = _attempt(lambda name=name: TASKS.load(name) and None)
         yield Probe(f"task {name}", "ok" if reason is None else "error", None, "tasks", reason or "")
 
 

@@ -47,8 +47,8 @@ def bound(cell: CellRecord) -> Cell:
 
 def rungs(cell: CellRecord) -> Cell:
     """Share of the head-steps that ended on each rung, rungs nobody used left out."""
-    counts = (cell.get("certificates") or {}).get("rungs")
-    total = sum(counts.values()) if counts else 0
+    counts: Mapping[str, int] = (cell.get("certificates") or {}).get("rungs") or {}
+    total = sum(counts.values())
     if not total:
         return MISSING
     return Cell("  ".join(f"{rung}: {share(n / total)}" for rung, n in sorted(counts.items()) if n))

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,15 @@ def test_an_unfinished_run_is_incomplete(tmp_path, published, capsys):
     assert "RCQ-CMP-16" in err
 
 
+def test_a_partial_comparison_decides_nothing(tmp_path, published, capsys):
+    scores = outcomes(*NAIVE_8K)[0]
+    begun = str(stored_run(tmp_path, "certified", scores[:40], finish=False))
+    document = compared(capsys, published[0], begun, "--partial")
+    assert document["exit_code"] == 0
+    assert document["pairs"][0]["verdict"] == "inconclusive"
+    assert document["pairs"][0]["n"] == 40
+
+
 def test_failed_samples_count_up_to_the_limit(tmp_path, published, capsys):
     scores = outcomes(*NAIVE_8K)[0]
     torn = str(stored_run(tmp_path, "certified", scores, failed=2, reason=" "))
@@ -200,6 +211,17 @@ def test_a_failed_gate_still_writes_the_document_to_its_path(tmp_path, published
     assert code == 3
     assert out.startswith("rcq 0.1.0")
     assert json.loads(target.read_text("utf-8"))["exit_code"] == 3
+
+
+def test_stored_runs_are_compared_without_torch(published):
+    program = (
+        "import sys; from rcq_cli.main import run; code = run(sys.argv[1:]);"
+        "sys.exit(99 if {'torch', 'transformers'} & set(sys.modules) else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "compare", *published], capture_output=True, check=False
+    )
+    assert done.returncode == 0
 
 
 def test_two_runs_of_one_mode_are_told_apart(tmp_path, capsys):
