@@ -208,11 +208,22 @@ def _judge(shell: Shell, groups: Sequence[Sequence[RunReader]], rules: Rules) ->
         shell.warn(warning)
     code = judged.gate.exit_code(exit_zero=rules.exit_zero)
     _answer(shell, [reader for group in groups for reader in group], judged, code)
-    for warning in (*judged.gate.warnings, *judged.gate.notices):
-        shell.warn(warning)
+    _warn_undecided(shell, judged)
     if code:
         shell.report(_compare.as_error(judged.gate, code))
     return code
+
+
+def _warn_undecided(shell: Shell, judged: Judged) -> None:
+    """Say in one line each what the exit code does not: what is undecided, and what got better."""
+    loose = [
+        g for g in judged.gate.gates if g.status in ("inconclusive", "warn", "not evaluated") and not g.code
+    ]
+    if loose:
+        places = ", ".join(dict.fromkeys(f"{gate.matched} ({gate.status})" for gate in loose))
+        shell.warn(f"no failure, but no clean pass either: {places}")
+    for notice in judged.gate.notices:
+        shell.warn(notice)
 
 
 def _answer(shell: Shell, readers: Sequence[RunReader], judged: Judged, code: int) -> None:

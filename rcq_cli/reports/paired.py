@@ -66,7 +66,7 @@ def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Jso
     by_mode = {pair["candidate"]: pair for pair in pairs}
     reference = next((pair["reference"] for pair in pairs), cells[0]["mode"])
     rows = tuple(_row(cell, by_mode.get(cell["mode"]), cell["mode"] == reference) for cell in cells)
-    notes = [f"{pair['candidate']}: {note}" for pair in pairs for note in _reasons(pair)]
+    notes = [f"{pair['candidate']}: {'; '.join(told)}" for pair in pairs if (told := _reasons(pair))]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _columns.engaged(cell))]
     notes += [f"{cell['mode']}: run is {cell['status']}" for cell in cells if cell["status"] != "complete"]
     return without_empty_columns(
@@ -127,17 +127,19 @@ def _ratio(pair: Mapping[str, Json]) -> Cell:
 
 
 def _reasons(pair: Mapping[str, Json]) -> list[str]:
-    reasons = [*pair.get("labels", ()), *pair.get("reasons", ())]
+    reasons = [str(reason) for reason in pair.get("reasons", ())]
+    # a label that a reason spells out needs no line of its own
+    reasons = [label for label in pair.get("labels", ()) if not any(label in r for r in reasons)] + reasons
     planned, n = pair.get("n_planned"), pair.get("n")
     if planned is not None and n is not None and n < planned:
         reasons.append(f"{n} of {planned} planned samples are paired")
-    return [str(reason) for reason in reasons]
+    return reasons
 
 
 def _gate(document: Mapping[str, Json]) -> Table:
     gate = document["gate"]
     title = f"gate {'passed' if gate['passed'] else 'FAILED'}, exit code {document['exit_code']}"
-    columns = (Column("where"), Column("what was checked"), Column("observed"), Column("result"))
+    columns = (Column("where"), Column("fails if"), Column("observed"), Column("result"))
     rows = tuple(_gate_row(g) for g in gate.get("gates", ()) if g.get("status") != "pass")
     notes = tuple(str(failure) for failure in gate["failures"])
     return Table(title, columns if rows else (), rows, notes)
