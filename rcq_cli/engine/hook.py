@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -251,6 +251,11 @@ def attached(model: Any, hook: Hook) -> Iterator[None]:
                 registry._global_mapping[NAME] = old
 
 
+def is_attached() -> bool:
+    """Return whether some model runs with the attention of rcq now."""
+    return NAME in AttentionInterface._global_mapping
+
+
 def make_cache(model: Any, prompt_tokens: int) -> Any:
     """Return a transformers cache whose full-attention layers are managed and whose others are stock."""
     stock = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
@@ -282,12 +287,21 @@ def managed_layers(cache: Any) -> dict[int, ManagedLayer]:
     return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, ManagedLayer)}
 
 
+def check_kind(model: Any) -> None:
+    """Refuse what is no plain model of transformers: other objects, wrappers and compiled models."""
+    if not isinstance(model, PreTrainedModel):
+        raise refused(model, "not a PreTrainedModel of transformers; give the model inside a wrapper")
+    if model._compiled_call_impl is not None:
+        raise refused(model, "it is compiled; give the model before torch.compile")
+
+
 def check_model(model: Any) -> str | None:
     """Refuse a model that rcq cannot manage; return a note for one outside the tested families.
 
     A short prefill and two decode steps through the hook must give the logits of the stock path: it catches
     attention sinks, soft caps and position biases that would otherwise be dropped without an error.
     """
+    check_kind(model)
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise refused(model, "encoder-decoder model")

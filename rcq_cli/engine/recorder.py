@@ -57,12 +57,18 @@ class StepRecorder:
         self.audit_ns += time.perf_counter_ns() - started
 
     def arrays(self) -> StepArrays | None:
-        """Return everything recorded as `[N, L, Hq]` arrays, None where no certificate was kept."""
-        if not self.certifies or not self.rows[self.layers[0]]:
+        """Return everything recorded as `[N, L, Hq]` arrays, None where no certificate was kept.
+
+        A step that ended in an error has rows of some layers only; it is left out.
+        """
+        steps = min(len(rows) for rows in self.rows.values())
+        if not self.certifies or not steps:
             return None
 
         def stack(name: str) -> Tensor:
-            return torch.stack([torch.stack([row[name] for row in self.rows[i]]) for i in self.layers], 1)
+            return torch.stack(
+                [torch.stack([row[name] for row in self.rows[i][:steps]]) for i in self.layers], 1
+            )
 
         arrays: dict[str, Any] = {name: round_up(stack(name), torch.float32).numpy() for name in _BOUNDS[:-1]}
         arrays["output_norm"] = stack("output_norm").float().numpy()
@@ -70,7 +76,7 @@ class StepRecorder:
         arrays |= {name: stack(name).numpy() for name in (*_COUNTS, "violated")}
         for name in ("blocks", "paged_bytes"):
             arrays[name] = np.array(
-                [[row[name] for row in self.rows[i]] for i in self.layers], dtype=np.int64
+                [[row[name] for row in self.rows[i][:steps]] for i in self.layers], dtype=np.int64
             ).T
         return StepArrays(**arrays, layers=self.layers)
 

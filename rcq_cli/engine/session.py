@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 
-from rcq_cli.backends import choose_backend
+from rcq_cli.backends import BACKENDS, choose_backend
 from rcq_cli.engine.decoder import total_bytes
-from rcq_cli.engine.hook import Hook, ManagedLayer, attached, check_model, make_cache, managed_layers
+from rcq_cli.engine.hook import (
+    Hook,
+    ManagedLayer,
+    attached,
+    check_kind,
+    check_model,
+    is_attached,
+    make_cache,
+    managed_layers,
+)
 from rcq_cli.engine.recorder import StepRecorder
 from rcq_cli.errors import SpecError
 from rcq_cli.protocols import LayerBytes, Mode
@@ -151,8 +160,12 @@ class _Call:
 @contextmanager
 def attach_session(model: Any, mode: Mode, options: Any, backend: str) -> Iterator[Session]:
     """Yield a `Session` while `mode` keeps the cache of `model`; see `rcq_cli.attach`."""
-    if "generate" in vars(model):
-        raise SpecError("the model is attached already", fix="leave the first block before entering another")
+    if is_attached():
+        # the registries of transformers are global, so not even two different models may be nested
+        raise SpecError("a model is attached already", fix="leave the first block before entering another")
+    if backend != "auto":
+        BACKENDS.resolve(backend)
+    check_kind(model)
     if model not in _checked:
         _checked[model] = check_model(model)
         if _checked[model]:
@@ -166,7 +179,8 @@ def attach_session(model: Any, mode: Mode, options: Any, backend: str) -> Iterat
     original = model.generate
 
     @functools.wraps(original)
-    def generate(inputs: Any = None, **kwargs: Any) -> Any:
+    def generate(inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        kwargs["generation_config"] = generation_config
         ids = _prompt(inputs, kwargs, model)
         session._close()
         call = session._open = _Call(session, model, ids.shape[1])
