@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rcq_cli.backends import choose_backend
-from rcq_cli.errors import SpecError
+from rcq_cli.errors import SpecError, UnsupportedHere
 from rcq_cli.options import parse_options
 from rcq_cli.protocols import Geometry, LayerBytes, Mode, Step
 from rcq_cli.registry import Registry
@@ -69,7 +69,8 @@ class LayerCache:
         factor = head_dim**-0.5 if scale is None else scale
         if not (isinstance(factor, int | float) and math.isfinite(factor)):
             raise SpecError(f"scale={scale!r} is not allowed", fix="give a finite number or None")
-        self.geometry = Geometry(query_heads, kv_heads, head_dim, DTYPES[dtype], str(device), float(factor))
+        place = _device(device)
+        self.geometry = Geometry(query_heads, kv_heads, head_dim, DTYPES[dtype], place, float(factor))
         self.mode = entry.name
         chosen: Any = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
         self._dtype = dtype
@@ -136,6 +137,19 @@ def ledger(held: LayerBytes) -> dict[str, int]:
         "scratch": held.scratch,
         "dense_equivalent": held.dense_equivalent,
     }
+
+
+def _device(name: Any) -> str:
+    """Return the device as torch names it; raise `SpecError` or, for an absent one, `UnsupportedHere`."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise SpecError(f"device={name!r} is not allowed", fix="allowed: cpu, cuda, cuda:0, ...") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise UnsupportedHere(
+            f"device {device} cannot be used", why="torch finds no such device here", fix="device='cpu'"
+        )
+    return str(device)
 
 
 def _check_heads(query_heads: int, kv_heads: int, head_dim: int) -> None:
