@@ -254,6 +254,8 @@ class _Work:
                 if missing:
                     self._store(arm, sample, row)
                 arm.control_keys.append(row["key"])
+                if missing:
+                    self._tell(arm, part, " controls")
 
     def _drawn(self, source: Callable[..., Iterator[Sample]]) -> Iterator[tuple[str, Sample]]:
         for part in identity.task_parts(self.task, self.spec):
@@ -312,13 +314,13 @@ class _Work:
             _release()
         return records.failed(row, status, f"{type(error).__name__}: {error}")
 
-    def _tell(self, arm: _Arm, part: str) -> None:
+    def _tell(self, arm: _Arm, part: str, what: str = "") -> None:
         name = f"{self.spec.task_name}/{part}" if part else self.spec.task_name
         done = len(arm.keys)
         timing = arm.writer.telemetry[-1]
         steps = timing.get("step_ns") or []
         self.progress.update(
-            f"{name} {arm.spec.mode}" + (f" T={self.spec.ctx}" if self.spec.ctx else ""),
+            f"{name}{what} {arm.spec.mode}" + (f" T={self.spec.ctx}" if self.spec.ctx else ""),
             done,
             planned((self.spec,)),
             score=sum(arm.scores) / len(arm.scores) if arm.scores else None,
