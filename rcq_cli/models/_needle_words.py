@@ -92,8 +92,9 @@ def _stem(token: str) -> str:
     A needle may open a paragraph or follow a question, and its answer prefix opens a line: neither the
     spelling of a word nor the sign or blank before it may decide which needle matches.
     """
-    word = token.removeprefix(BLANK).lower()
-    return "." if word in SIGNS else word
+    word = token.removeprefix(BLANK)
+    # letters outside ASCII are bytes in this alphabet, and have no lower case
+    return "." if word in SIGNS else word.lower() if word.isascii() else word
 
 
 def _byte_level(text: str) -> str:

@@ -267,6 +267,17 @@ def test_key_words_share_one_code_in_every_spelling():
     assert len(set(ids)) == 4
 
 
+def test_blanks_and_signs_share_one_code_and_letters_do_not():
+    tokenizer = build_tokenizer()
+    stems = token_lists(tokenizer).stems
+
+    def codes(text):
+        return {stems[tokenizer.encode(sign, add_special_tokens=False)[0]] for sign in text}
+
+    assert len(codes(' \n\t.?!",-')) == 1
+    assert len(codes("abcABC")) == 3
+
+
 def test_drawn_families_are_orthogonal_to_their_centre_and_apart():
     centre, free = formulas._family(np.random.RandomState(0), 400, 16)
     assert np.abs(free @ centre).max() < 1e-12
