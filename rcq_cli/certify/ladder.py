@@ -24,6 +24,7 @@ from rcq_cli.certify.bounds import (
     value_split,
 )
 from rcq_cli.certify.exact import as_groups, exact_attention, score_slack, store
+from rcq_cli.phases import phase, phased
 from rcq_cli.protocols import Certificate, Step
 
 STAGE_ONE_MASS = 0.95
@@ -71,7 +72,8 @@ class CertifiedStep:
         self.raw_query = query
         self.query = as_groups(query, cache.geometry.kv_heads)
         self.scale = cache.geometry.scale
-        self.notes: Annotations = cache.bounds()
+        with phase("bound"):
+            self.notes: Annotations = cache.bounds()
         self.blocks = cache.block_count
         self.tail_keys, self.tail_values = cache.tail_rows()
         self.spectrum = cache.value_spectrum.value[:, None]
@@ -86,6 +88,7 @@ class CertifiedStep:
 
     # -- scores ---------------------------------------------------------------------------------------------
 
+    @phased("score")
     def _score(self) -> None:
         heads, group, dim = self.query.shape
         size = self.cache.fmt.block
@@ -109,6 +112,7 @@ class CertifiedStep:
         finite = torch.isfinite(self.scores).all() and torch.isfinite(self.tail_scores).all()
         self.finite = bool(finite) and bool(torch.isfinite(self.slack).all())
 
+    @phased("select")
     def _plan(self) -> None:
         """Pin what is always read from the originals: raw blocks, the first one (sinks) and the newest."""
         heads, group = self.query.shape[:2]
@@ -127,6 +131,7 @@ class CertifiedStep:
         self.mass, self.square = self.query.new_zeros(shape), self.query.new_zeros(shape)
         self.sums = self.query.new_zeros(*shape, self.query.shape[-1])
 
+    @phased("score")
     def _weigh(self, pairs: tuple[Tensor, Tensor] | None = None) -> None:
         """Exponentiate relative to each block's maximum, for all blocks or chosen (KV head, block) pairs."""
         if pairs is None:
@@ -147,6 +152,7 @@ class CertifiedStep:
 
     # -- promotion ------------------------------------------------------------------------------------------
 
+    @phased("rank_check")
     def promote_keys(self, chosen: Tensor) -> None:
         """Replace the scores of `[Hkv, M]` blocks by exact ones, checking the INT8 scores on the way."""
         fresh = chosen & ~self.exact_keys
@@ -155,7 +161,7 @@ class CertifiedStep:
         head, block = (fresh | probe).nonzero(as_tuple=True)
         if not len(head):
             return
-        keys, _ = self.cache.original_blocks(head, block)
+        keys, _ = self._originals(head, block)
         self._page(keys.numel() * keys.element_size())
         scores = (self.query[head] @ keys.double().transpose(1, 2)) * self.scale
         self._check(head, block, scores)
@@ -183,6 +189,7 @@ class CertifiedStep:
         self.exact_values |= fresh
         self._read_values(fresh | (chosen & ~self.read))
 
+    @phased("attend")
     def _read_values(self, chosen: Tensor) -> None:
         """Sum weights times values over `[Hkv, M]` blocks, exact where promoted, else from the codes."""
         self.read |= chosen
@@ -191,13 +198,17 @@ class CertifiedStep:
             for part in range(0, len(head), 1024):
                 h, b = head[part : part + 1024], block[part : part + 1024]
                 if exact:
-                    values = self.cache.original_blocks(h, b)[1]
+                    values = self._originals(h, b)[1]
                     self._page(values.numel() * values.element_size())
                     rows = values.double()
                 else:
                     rows = self.backend.values(self.cache.pick(h, b))
                     self.scratch_bytes = max(self.scratch_bytes, rows.nbytes)
                 self.sums[h, :, b] = self.weights[h, :, b] @ rows
+
+    @phased("page_in")
+    def _originals(self, head: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.original_blocks(head, block)
 
     def _page(self, count: int) -> None:
         self.paged_bytes += count
@@ -221,6 +232,7 @@ class CertifiedStep:
         )
         return Masses(log_weight, log_square, log_flushed, skipped), factor / total, total[..., 0]
 
+    @phased("bound")
     def evaluate(self) -> tuple[Tensor, Tensor, Bounds]:
         """Return the stored output `[Hkv, R, D]`, its norm and all bounds for the present state."""
         masses, share, total = self.masses()
@@ -279,6 +291,7 @@ class CertifiedStep:
             state = self.evaluate()
         return self._finish(state)
 
+    @phased("select")
     def _heaviest(self, share: float) -> Tensor:
         """Shortest prefix of blocks per head with `share` of the mass, joined over a group: `[Hkv, M]`."""
         if share <= 0 or not self.blocks:
@@ -290,6 +303,7 @@ class CertifiedStep:
         chosen = torch.zeros_like(weight, dtype=torch.bool).scatter(-1, order, ahead < share)
         return chosen[..., :-1].any(1)
 
+    @phased("select")
     def _first_read(self) -> None:
         """Read the heaviest values, decide from that output which others may be skipped, read the rest."""
         everything = torch.ones_like(self.read)
@@ -313,6 +327,7 @@ class CertifiedStep:
         needed = torch.zeros_like(cost, dtype=torch.bool).scatter(-1, order, spent > allowance[..., None])
         return (needed & (cost > 0)).any(1)
 
+    @phased("select")
     def _promote(self, bounds: Bounds) -> bool:
         """Rungs 0 to 2 for every head over its budget; return whether anything changed."""
         room = bounds.limit - bounds.rounding - bounds.floor
@@ -366,6 +381,7 @@ class CertifiedStep:
             rung = torch.where(exact, 3, rung)
         return self._step(output, parts, exact, rung)
 
+    @phased("fallback")
     def _exact_heads(
         self, output: Tensor, parts: tuple[Tensor, ...], exact: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -376,6 +392,7 @@ class CertifiedStep:
         zeros = [torch.where(exact, 0.0, part) for part in parts[:3]]
         return output, (*zeros, torch.where(exact, truth.bound + error, parts[3]))
 
+    @phased("fallback")
     def _whole_layer(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rung 4: the dense call on the originals; its error is measured against float64 attention."""
         keys, values = self._everything()
@@ -397,6 +414,7 @@ class CertifiedStep:
         self.scratch_bytes = max(self.scratch_bytes, 4 * keys.nbytes)
         return keys, values
 
+    @phased("bound")
     def _step(self, output: Tensor, parts: tuple[Tensor, ...], exact: Tensor, rung: Tensor) -> Step:
         group = self.query.shape[1]
 

@@ -19,8 +19,10 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rcq_cli.cache.statistics import Collector, Statistics
 from rcq_cli.errors import SpecError, UnsupportedModel
-from rcq_cli.protocols import Geometry, LayerState, Step
+from rcq_cli.phases import phase
+from rcq_cli.protocols import Geometry, LayerState, Needs, Step
 
 NAME = "rcq"
 FAMILIES = (
@@ -50,6 +52,7 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = 0
         self.geometry: Geometry | None = None
         self.state: LayerState | None = None
+        self.collector: Collector | None = None
 
     @property
     def prefilling(self) -> bool:
@@ -97,9 +100,20 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the prefilled `[Hkv, T, D]` keys and values."""
         return self.keys[0, :, : self.seen], self.values[0, :, : self.seen]
 
+    def observe(self, needs: tuple[Needs, ...], query: Tensor, key: Tensor) -> None:
+        """Collect what modes need to know of a prefill chunk, from `[Hq, L, D]` queries and all keys so far."""
+        assert self.geometry is not None
+        if self.collector is None:
+            self.collector = Collector(needs, self.prompt_tokens, self.geometry.scale)
+        self.collector.add(query, key)
+
+    def statistics(self) -> Statistics | None:
+        """Return what was collected of the prompt, None when no mode asked."""
+        return None if self.collector is None else self.collector.result()
+
     def hand_over(self, state: LayerState) -> None:
         """Let a mode keep the cache from now on; the buffer is dropped."""
-        self.state, self.keys, self.values = state, None, None
+        self.state, self.keys, self.values, self.collector = state, None, None, None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys a mask would cover, and where they start."""
@@ -115,7 +129,7 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.keys = self.values = self.state = self.geometry = None
+        self.keys = self.values = self.state = self.geometry = self.collector = None
         self.seen, self.is_initialized = 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -135,13 +149,16 @@ class Hook:
     `managed` are the layer indices whose cache must reach the attention function. `on_prefilled` is called
     with a layer once its prompt is complete, `on_step` with (layer index, state, query, step) after each
     decode step. With `last_row_only` the last layer computes its output for the final prompt position alone,
-    which is all that a caller asking for the last logits reads.
+    which is all that a caller asking for the last logits reads. `needs` is what the modes of this prefill
+    want to know of its attention: the queries of every row arrive here in any case, so statistics of the
+    last layer do not depend on that shortcut.
     """
 
     def __init__(self, layers: int) -> None:
         self.last_layer = layers - 1
         self.managed: frozenset[int] = frozenset()
         self.last_row_only = False
+        self.needs: tuple[Needs, ...] = ()
         self.on_prefilled: Callable[[ManagedLayer], None] = ignore
         self.on_step: Callable[[int, LayerState, Tensor, Step], None] = ignore
 
@@ -186,7 +203,9 @@ class Hook:
     ) -> tuple[Tensor, Tensor | None]:
         if query.shape[0] != 1:
             raise SpecError(f"batch of {query.shape[0]} sequences", fix="rcq manages one sequence at a time")
-        layer.geometry = _geometry(query, key, scaling)
+        layer.geometry = _geometry(query, key, scaling, module.layer_idx)
+        if self.needs:
+            layer.observe(self.needs, query[0], key[0])
         done = layer.seen >= layer.prompt_tokens
         if self.last_row_only and module.layer_idx == self.last_layer:
             output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
@@ -213,8 +232,10 @@ class Hook:
         assert layer.state is not None
         rows = []
         for t in range(query.shape[2]):
-            layer.state.append(key[0, :, t], value[0, :, t])
-            step = layer.state.attend(query[0, :, t])
+            with phase("append"):
+                layer.state.append(key[0, :, t], value[0, :, t])
+            with phase("attend"):
+                step = layer.state.attend(query[0, :, t])
             self.on_step(module.layer_idx, layer.state, query[0, :, t], step)
             rows.append(step.output)
         return torch.stack(rows)[None]
@@ -365,11 +386,11 @@ def refused(model: Any, reason: str) -> UnsupportedModel:
     )
 
 
-def _geometry(query: Tensor, key: Tensor, scaling: float | None) -> Geometry:
+def _geometry(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> Geometry:
     dim = query.shape[-1]
     dtype = str(key.dtype).removeprefix("torch.")
     scale = dim**-0.5 if scaling is None else float(scaling)
-    return Geometry(query.shape[1], key.shape[1], dim, dtype, str(key.device), scale)
+    return Geometry(query.shape[1], key.shape[1], dim, dtype, str(key.device), scale, layer)
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor | None:
