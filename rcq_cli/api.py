@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rcq_cli.backends import choose_backend
+from rcq_cli.cache.statistics import Collector, Statistics, needs_of
 from rcq_cli.errors import SpecError, UnsupportedHere
 from rcq_cli.options import parse_options
 from rcq_cli.protocols import Geometry, LayerBytes, Mode, Step
@@ -75,18 +76,35 @@ class LayerCache:
         chosen: Any = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
         self._dtype = dtype
         self._state = entry.open(self.geometry, chosen, choose_backend(backend, self.geometry))
+        self._needs = needs_of(entry, chosen)
+        self._prompt_open = self._needs is not None
+        self._prompt: list[tuple[Tensor, Tensor | None]] = []  # keys and queries, until the prompt ends
 
     @property
     def tokens(self) -> int:
         """Return the tokens stored so far."""
         return self._state.tokens
 
-    def prefill(self, keys: Tensor, values: Tensor) -> None:
-        """Add `[kv_heads, tokens, head_dim]` keys and values; may be called again."""
+    def prefill(self, keys: Tensor, values: Tensor, queries: Tensor | None = None) -> None:
+        """Add `[kv_heads, tokens, head_dim]` keys and values; may be called again.
+
+        `queries` `[query_heads, tokens, head_dim]` are those of the same tokens, from which an eviction mode
+        knows how the prompt was attended to; other modes ignore them. Without them such a mode keeps the
+        whole prompt until the first `attend` and judges it by that query alone. The prompt ends with the
+        first call of `append`, `attend` or `bytes`.
+        """
         g = self.geometry
         shape = (g.kv_heads, None, g.head_dim)
         self._check("keys", keys, shape)
         self._check("values", values, (g.kv_heads, keys.shape[1], g.head_dim))
+        if queries is not None:
+            self._check("queries", queries, (g.query_heads, keys.shape[1], g.head_dim))
+        if self._prompt_open:
+            if self._prompt and (self._prompt[0][1] is None) != (queries is None):
+                raise SpecError(
+                    "queries came with some calls of prefill and not with others", fix="give them always"
+                )
+            self._prompt.append((keys.detach(), None if queries is None else queries.detach()))
         self._state.prefill(keys.detach(), values.detach())
 
     def append(self, key: Tensor, value: Tensor) -> None:
@@ -94,6 +112,7 @@ class LayerCache:
         shape = (self.geometry.kv_heads, self.geometry.head_dim)
         self._check("key", key, shape)
         self._check("value", value, shape)
+        self._end_prompt()
         self._state.append(key.detach(), value.detach())
 
     def attend(self, query: Tensor) -> Step:
@@ -101,11 +120,27 @@ class LayerCache:
         self._check("query", query, (self.geometry.query_heads, self.geometry.head_dim))
         if self._state.tokens == 0:
             raise SpecError("attend on an empty cache", fix="call prefill or append first")
+        self._end_prompt()
         return self._state.attend(query.detach())
 
     def bytes(self) -> dict[str, int]:
         """Return device, host, metadata, scratch and dense_equivalent bytes as allocated now."""
+        self._end_prompt()
         return ledger(self._state.bytes())
+
+    def _end_prompt(self) -> None:
+        """Tell a mode that waits for it that the prompt is complete."""
+        if not self._prompt_open:
+            return
+        self._prompt_open, prompt, self._prompt = False, self._prompt, []
+        queries = [q for _, q in prompt if q is not None]
+        seen: Statistics | None = None
+        if queries and self._needs is not None:
+            keys = torch.cat([k for k, _ in prompt], 1)
+            collector = Collector((self._needs,), keys.shape[1], self.geometry.scale)
+            collector.add(torch.cat(queries, 1), keys)
+            seen = collector.result()
+        self._state.end_prefill(seen)  # type: ignore[attr-defined]  # there because the mode has needs
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
         wanted = "[" + ", ".join("tokens" if n is None else str(n) for n in shape) + "]"

@@ -196,11 +196,26 @@ class Geometry:
     device: str
     scale: float
     """Factor of the scores, `head_dim ** -0.5` unless the model says otherwise."""
+    layer: int | None = None
+    """Index of the layer in its model; None for a layer that stands alone."""
 
     @property
     def group(self) -> int:
         """R, the query heads that share one KV head."""
         return self.query_heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a mode wants to know about the attention of a prefill; exact, causal, mean over a GQA group."""
+
+    last_rows: int = 0
+    """Query rows at the end of the prompt."""
+    probe_share: float = 0.0
+    """Share of the rows at the end, and the same share again drawn from the others."""
+    probe_seed: int = 0
+    column_sums: bool = False
+    """Probability that each token received, summed over all rows of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +279,19 @@ class Engagement:
     engaged: bool
     reason: str
     """Empty when engaged, else `short_context`, `budget_ge_context`, `no_decode_steps` or `inactive`."""
+    exempt: bool = False
+    """The mode's own rule leaves this layer dense (the first layers of `quest`)."""
+    details: Mapping[str, float] = field(default_factory=dict)
+    """Counters of this mode alone; over layers, names in `_max` take the largest, others the sum."""
 
 
 class LayerState(Protocol):
-    """The cache of one layer under one mode."""
+    """The cache of one layer under one mode.
+
+    A state whose mode has `needs` also has `end_prefill(statistics)`: the prompt is complete, and
+    `statistics` (`rcq_cli.cache.statistics.Statistics`) is what was seen of its attention, None when nothing
+    was.
+    """
 
     @property
     def tokens(self) -> int:
@@ -299,7 +323,10 @@ class LayerState(Protocol):
 
 
 class Mode(Protocol):
-    """One file of `rcq_cli/modes/`, exposed as `MODE`."""
+    """One file of `rcq_cli/modes/`, exposed as `MODE`.
+
+    A mode that compresses once the whole prompt is known also has `needs(options) -> Needs`.
+    """
 
     name: str
     summary: str
@@ -366,6 +393,8 @@ class Decoded:
     """The record of `baselines.md` section 6."""
     first_logits_sha256: str
     """Digest of the float32 logits that chose the second token (the first one after compression)."""
+    selection_ns: int = 0
+    """Time this mode took to choose and encode what it keeps of the prompt; not part of `prefill_ns`."""
 
 
 # -- executors and reports ----------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ def timing_record(row: Row, decoded: Decoded) -> dict[str, Any]:
         "key": row["key"],
         "sample_id": row["sample_id"],
         "prefill_ns": decoded.prefill_ns,
+        "selection_ns": decoded.selection_ns,
         "step_ns": list(decoded.step_ns),
     }
 

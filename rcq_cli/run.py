@@ -297,7 +297,7 @@ class _Work:
         ids = tuple(sample.prompt_ids[: sample.context_len])
         if self.prefill is None or ids != self.prefill_ids:
             self.prefill = None  # let go of the old one before the new one is made
-            self.prefill = engine.prefill(ids)
+            self.prefill = engine.prefill(ids, [(each.mode, each.options) for each in self.arms])
             self.prefill_ids = ids
         audit = arm.spec.audit if sample.control is None else 0.0
         decoded: Decoded = engine.decode(self.prefill, sample, arm.mode, arm.options, audit=audit)

@@ -84,15 +84,19 @@ def _trials(batch: Batch, ctx: int, loads: Loads) -> dict[str, list[Trial]]:
     loaded = _loaded(spec, loads)
     engine = Engine(loaded, backend=spec.backend)
     trials: dict[str, list[Trial]] = {one.mode: [] for one in batch}
+    modes: dict[str, tuple[Json, Json]] = {}
+    for one in batch:
+        mode = MODES.load(one.mode_name)
+        noun = f"option of mode {one.mode_name}"
+        modes[one.mode] = mode, parse_options(mode.Options, one.mode_options, noun)
     for size in dict.fromkeys((min(ctx, PROBE_TOKENS), min(ctx, 2 * PROBE_TOKENS))):
         sample = _sample(spec, size, loaded)
-        prefill = engine.prefill(sample.prompt_ids[: sample.context_len])
+        prefill = engine.prefill(sample.prompt_ids[: sample.context_len], list(modes.values()))
         for one in batch:
-            mode = MODES.load(one.mode_name)
-            options: Json = parse_options(mode.Options, one.mode_options, f"option of mode {one.mode_name}")
+            mode, options = modes[one.mode]
             done = engine.decode(prefill, sample, mode, options, audit=one.audit)
             # the first mode of a batch pays for the prefill that all of them share
-            spent = sum(done.step_ns) + (done.prefill_ns if one is spec else 0)
+            spent = sum(done.step_ns) + done.selection_ns + (done.prefill_ns if one is spec else 0)
             held = done.bytes
             trials[one.mode].append(Trial(size, held.device, held.host, held.dense_equivalent, spent / 1e9))
     return trials

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rcq_cli.backends import choose_backend
+from rcq_cli.cache.statistics import covers, needs_of
 from rcq_cli.engine.hook import (
     Hook,
     ManagedLayer,
@@ -24,7 +25,18 @@ from rcq_cli.engine.hook import (
 )
 from rcq_cli.engine.recorder import StepRecorder
 from rcq_cli.errors import BrokenRun, UnsupportedHere
-from rcq_cli.protocols import Completion, Decoded, Json, LayerBytes, LayerState, Loaded, Mode, Sample
+from rcq_cli.protocols import (
+    Completion,
+    Decoded,
+    Engagement,
+    Json,
+    LayerBytes,
+    LayerState,
+    Loaded,
+    Mode,
+    Needs,
+    Sample,
+)
 
 
 @dataclass
@@ -36,6 +48,8 @@ class Prefill:
     cache: Any
     logits: Tensor
     """float32 `[V]` logits of the last position."""
+    needs: tuple[Needs, ...] = ()
+    """What was collected of its attention, for the modes that will build on it."""
     opened: dict[tuple[str, Any], list[LayerState]] = field(default_factory=dict)
     """Compressed states by mode and options, kept while further questions may need them."""
 
@@ -61,19 +75,27 @@ class Engine:
             )
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int]) -> Prefill:
-        """Run the prompt `ids` through the model, nothing compressed; raise `BrokenRun` on NaN logits."""
+    def prefill(self, ids: Sequence[int], modes: Sequence[tuple[Mode, Any]] = ()) -> Prefill:
+        """Run the prompt `ids` through the model, nothing compressed; raise `BrokenRun` on NaN logits.
+
+        `modes` are the modes and their options that will build on it: what they need to know of its attention
+        is collected on the way, and nothing else.
+        """
+        asked = (needs_of(mode, options) for mode, options in modes)
+        needs = tuple(need for need in asked if need is not None)
         cache = make_cache(self.model, len(ids))
         tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.model.device)
         self.hook.on_prefilled = ignore
         self.hook.last_row_only = True
+        self.hook.needs = needs
         started = time.perf_counter_ns()
         with attached(self.model, self.hook):
             for start in range(0, len(ids), self.loaded.prefill_chunk):
                 chunk = tokens[:, start : start + self.loaded.prefill_chunk]
                 logits = self.model(chunk, cache=cache, use_cache=True, logits_to_keep=1).logits
-        spent = time.perf_counter_ns() - started
-        return Prefill(len(ids), spent, cache, _checked(logits))
+        spent = time.perf_counter_ns() - started - collecting_ns(cache)
+        self.hook.needs = ()
+        return Prefill(len(ids), spent, cache, _checked(logits), needs)
 
     @torch.inference_mode()
     def decode(
@@ -84,10 +106,9 @@ class Engine:
         `audit` is the share of steps whose true error is measured. Raises `BrokenRun` on NaN or infinite
         logits.
         """
+        states, selection_ns = self._states(prefill, sample, mode, options)
         cache = fork_cache(prefill.cache)
-        for layer, state in zip(
-            managed_layers(cache).values(), self._states(prefill, sample, mode, options), strict=True
-        ):
+        for layer, state in zip(managed_layers(cache).values(), states, strict=True):
             layer.hand_over(state)
         recorder = StepRecorder(self.layers, audit=audit, seed=sample.seed, certifies=mode.certifies)
         self.hook.on_step = recorder.record
@@ -122,26 +143,41 @@ class Engine:
                 if len(output) >= sample.max_new_tokens:
                     break
                 pending = [token]
-        return self._decoded(mode, prefill, cache, recorder, output, reason, steps_ns, first)
+        done = self._decoded(mode, prefill, cache, recorder, output, reason, steps_ns, first)
+        return replace(done, selection_ns=selection_ns)
 
-    def _states(self, prefill: Prefill, sample: Sample, mode: Mode, options: Any) -> list[LayerState]:
-        """Compress the prefill under a mode; further questions on one context fork what the first made."""
+    def _states(
+        self, prefill: Prefill, sample: Sample, mode: Mode, options: Any
+    ) -> tuple[list[LayerState], int]:
+        """Compress the prefill under a mode, and say how long that took.
+
+        Further questions on one context fork what the first made. A prefill that was not told of this mode
+        is repeated when the mode needs what was not collected.
+        """
         shared = sample.context_len < len(sample.prompt_ids)
         key = (mode.name, options)
         if key in prefill.opened:
-            return [state.fork() for state in prefill.opened[key]]
+            return [state.fork() for state in prefill.opened[key]], 0
+        need = needs_of(mode, options)
+        if need is not None and not covers(prefill.needs, need):
+            again = self.prefill(sample.prompt_ids[: sample.context_len], ((mode, options),))
+            prefill.cache, prefill.needs = again.cache, again.needs
+        started = time.perf_counter_ns()
         states = []
         for layer in managed_layers(prefill.cache).values():
             assert layer.geometry is not None
             backend = choose_backend(self.backend_request, layer.geometry)
             self.backend_name = backend.name
             state = mode.open(layer.geometry, options, backend)
-            state.prefill(*layer.collected())
+            open_layer(state, layer, need)
             states.append(state)
+        spent = time.perf_counter_ns() - started
+        if need is not None and need.column_sums:
+            spent += collecting_ns(prefill.cache)
         if shared:
             prefill.opened[key] = states
-            return [state.fork() for state in states]
-        return states
+            return [state.fork() for state in states], spent
+        return states, spent
 
     def _decoded(
         self,
@@ -177,6 +213,19 @@ class Engine:
         }
 
 
+def open_layer(state: LayerState, layer: ManagedLayer, need: Needs | None) -> None:
+    """Give a new state the prompt of `layer`, and what was seen of its attention to a mode that asks."""
+    state.prefill(*layer.collected())
+    if need is not None:
+        state.end_prefill(layer.statistics())  # type: ignore[attr-defined]  # there because the mode has needs
+
+
+def collecting_ns(cache: Any) -> int:
+    """Return how long statistics took during a prefill: modes pay for it, not the prefill."""
+    layers = managed_layers(cache).values()
+    return sum(layer.collector.ns for layer in layers if layer.collector is not None)
+
+
 def total_bytes(layers: Sequence[LayerBytes], cache: Any) -> LayerBytes:
     """Sum the ledgers; stock layers count in device and, as 16-bit elements, in dense alike."""
     stock = [layer for layer in cache.layers if not isinstance(layer, ManagedLayer)]
@@ -195,7 +244,8 @@ def total_bytes(layers: Sequence[LayerBytes], cache: Any) -> LayerBytes:
 
 def engagement(mode: str, states: Sequence[LayerState], held: LayerBytes) -> dict[str, Json]:
     """Return the record that proves, from counters, that a mode acted in every managed layer."""
-    records = [state.engagement() for state in states]
+    everything = [state.engagement() for state in states]
+    records = [record for record in everything if not record.exempt] or everything
     reasons = [record.reason for record in records if not record.engaged]
     return {
         "mode": mode,
@@ -205,13 +255,24 @@ def engagement(mode: str, states: Sequence[LayerState], held: LayerBytes) -> dic
         "steps": max(record.steps for record in records),
         "steps_acted": min(record.steps_acted for record in records),
         "layers_acted": sum(record.engaged for record in records),
-        "managed_layers": len(records),
+        "managed_layers": len(everything),
         "dev_bytes": held.device,
         "host_bytes": held.host,
         "bytes_vs_dense": held.device / held.dense_equivalent,
         "engaged": not reasons,
         "reason": reasons[0] if reasons else "",
+        **_details(everything),
     }
+
+
+def _details(records: Sequence[Engagement]) -> dict[str, Json]:
+    """Merge the counters that a mode keeps for itself over layers."""
+    merged: dict[str, Json] = {}
+    for record in records:
+        for name, value in record.details.items():
+            seen = merged.get(name, value if name.endswith("_max") else 0)
+            merged[name] = max(seen, value) if name.endswith("_max") else seen + value
+    return merged
 
 
 def _checked(logits: Tensor) -> Tensor:

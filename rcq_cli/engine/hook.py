@@ -101,7 +101,7 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[0, :, : self.seen], self.values[0, :, : self.seen]
 
     def observe(self, needs: tuple[Needs, ...], query: Tensor, key: Tensor) -> None:
-        """Collect what modes need to know of a prefill chunk, from `[Hq, L, D]` queries and all keys so far."""
+        """Collect what modes need of a prefill chunk: its `[Hq, L, D]` queries and all keys so far."""
         assert self.geometry is not None
         if self.collector is None:
             self.collector = Collector(needs, self.prompt_tokens, self.geometry.scale)
@@ -386,7 +386,7 @@ def refused(model: Any, reason: str) -> UnsupportedModel:
     )
 
 
-def _geometry(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> Geometry:
+def _geometry(query: Tensor, key: Tensor, scaling: float | None, layer: Any) -> Geometry:
     dim = query.shape[-1]
     dtype = str(key.dtype).removeprefix("torch.")
     scale = dim**-0.5 if scaling is None else float(scaling)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from rcq_cli.backends import BACKENDS, choose_backend
-from rcq_cli.engine.decoder import total_bytes
+from rcq_cli.cache.statistics import needs_of
+from rcq_cli.engine.decoder import open_layer, total_bytes
 from rcq_cli.engine.hook import (
     Hook,
     ManagedLayer,
@@ -132,7 +133,7 @@ class _Call:
         backend = choose_backend(self.session.backend, layer.geometry)
         self.session.backend_name, self.session._dtype = backend.name, layer.geometry.dtype
         state = self.session.mode.open(layer.geometry, self.session.options, backend)
-        state.prefill(*layer.collected())
+        open_layer(state, layer, needs_of(self.session.mode, self.session.options))
         layer.hand_over(state)
 
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -176,6 +177,8 @@ def attach_session(model: Any, mode: Mode, options: Any, backend: str) -> Iterat
     session._model = getattr(model.config, "name_or_path", "") or type(model).__name__
     hook = Hook(model.config.get_text_config(decoder=True).num_hidden_layers)
     hook.managed = frozenset(managed_layers(make_cache(model, 0)))
+    need = needs_of(mode, options)
+    hook.needs = () if need is None else (need,)
     original = model.generate
 
     @functools.wraps(original)

@@ -109,7 +109,7 @@ class Engine:
     def describe(self):
         return {"pipeline.prefill_mode": "dense"}
 
-    def prefill(self, ids):
+    def prefill(self, ids, _modes=()):
         self.prefills.append(ids)
         return SimpleNamespace(ns=1000, tokens=len(ids))
 
