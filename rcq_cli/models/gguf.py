@@ -1,5 +1,6 @@
 """One GGUF file of this machine, dequantised while loading."""
 
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,9 +90,8 @@ def tensor_types(file: Path) -> dict[str, Json]:
 @contextmanager
 def _parsed_once() -> Iterator[None]:
     """Share one parse of the file: transformers makes three, and one table of names per tensor."""
-    import gguf
-
-    reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
+    library: Any = importlib.import_module("gguf")
+    reader, name_map = library.GGUFReader, library.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
         """Slices plain arrays: a slice of a memory map costs several times more, and there are many."""
@@ -99,11 +99,11 @@ def _parsed_once() -> Iterator[None]:
         def __setattr__(self, name: str, value: Any) -> None:
             object.__setattr__(self, name, value.view(np.ndarray) if name == "data" else value)
 
-    gguf.GGUFReader, gguf.get_tensor_name_map = cache(PlainReader), cache(name_map)
+    library.GGUFReader, library.get_tensor_name_map = cache(PlainReader), cache(name_map)
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
+        library.GGUFReader, library.get_tensor_name_map = reader, name_map
 
 
 def missing_packages() -> str:

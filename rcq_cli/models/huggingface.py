@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from rcq_cli.errors import UnsupportedHere
 from rcq_cli.models._loading import quiet
@@ -52,16 +53,18 @@ def cached_snapshot(reference: str) -> Path | None:
 
 def snapshot(reference: str) -> Path:
     """Return the folder of the model's snapshot, downloaded where needed; raise `UnsupportedHere`."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    # whatever HTTP client the hub's library uses: the base class of its errors
+    http_error: Any = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
     repository, revision = _split(reference)
     try:
         with quiet():
             folder = snapshot_download(
                 repository, revision=revision, allow_patterns=PATTERNS, ignore_patterns=DUPLICATES
             )
-    # the last one is the base class of whatever HTTP client the hub's library uses
-    except (OSError, errors.HFValidationError, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
+    except (OSError, HFValidationError, LocalEntryNotFoundError, http_error) as error:
         raise cannot_be_had(reference, error) from error
     missing = missing_part(Path(folder))
     if missing:

@@ -61,7 +61,7 @@ class NeedleSource:
         """Return the knobs of `NAME:key=value,...`; raise `SpecError` for one that is not allowed."""
         given = reference.removeprefix(self.name).removeprefix(":")
         pairs = [item.partition("=") for item in given.split(",")] if given else []
-        changes = {key.strip(): _knob(key.strip(), value.strip()) for key, _, value in pairs}
+        changes: dict[str, Any] = {key.strip(): _knob(key.strip(), value.strip()) for key, _, value in pairs}
         if len(changes) < len(pairs):
             raise SpecError(f"{reference}: a knob is given twice", id="RCQ-USE-18")
         return replace(self.preset, **changes)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rcq_cli.tasks._words import adjectives, nouns, vocabulary
 from transformers import DynamicCache
 
 from rcq_cli.errors import SpecError
@@ -19,6 +18,7 @@ from rcq_cli.models import _needle_weights as formulas
 from rcq_cli.models import needle, needle_hard
 from rcq_cli.models._needle_words import build_tokenizer, token_lists
 from rcq_cli.models._tokenizer import ModelTokenizer
+from rcq_cli.tasks._words import adjectives, nouns, vocabulary
 
 SOURCES = {"needle": needle.SOURCE, "needle-hard": needle_hard.SOURCE}
 FORMS = {
