@@ -16,7 +16,7 @@ from unicodedata import normalize
 
 from rcq_cli.errors import SpecError, UnsupportedHere
 from rcq_cli.tasks import _prose
-from rcq_cli.tasks._random import SplitMix64
+from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._words import adjectives, nouns
 
 SPLITTER = "split@1"

@@ -8,7 +8,7 @@ from functools import cache
 from uuid import UUID
 
 from rcq_cli.tasks._corpora import Corpus
-from rcq_cli.tasks._random import SplitMix64
+from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._words import adjectives, data, nouns
 
 PAYLOADS = ("digits", "words", "uuid")

@@ -13,7 +13,7 @@ from rcq_cli.tasks._corpora import Corpus, open_corpus
 from rcq_cli.tasks._fitting import fill_floor, fit
 from rcq_cli.tasks._haystack import Body, Haystack, Insert, find, insert, token_at
 from rcq_cli.tasks._needles import Form, Needle, NeedleBag, payload_kind
-from rcq_cli.tasks._random import SplitMix64, seed
+from rcq_cli.tasks._splitmix import SplitMix64, seed
 from rcq_cli.tasks._words import data
 
 _BREAK = "\n\n"

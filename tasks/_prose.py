@@ -13,7 +13,7 @@ from hashlib import sha256
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
-from rcq_cli.tasks._random import SplitMix64, digest_seed
+from rcq_cli.tasks._splitmix import SplitMix64, digest_seed
 from rcq_cli.tasks._words import data, lexicon, plural, verbs
 
 VERSION = "prose-1"

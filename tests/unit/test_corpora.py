@@ -9,7 +9,7 @@ import pytest
 
 from rcq_cli.errors import SpecError, UnsupportedHere
 from rcq_cli.tasks._corpora import normalise, open_corpus, split_sentences
-from rcq_cli.tasks._random import SplitMix64
+from rcq_cli.tasks._splitmix import SplitMix64
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from rcq_cli.tasks import _prose
 from rcq_cli.tasks._corpora import open_corpus
 from rcq_cli.tasks._prose import paragraph
-from rcq_cli.tasks._random import SplitMix64
+from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._words import adjectives, data, lexicon, nouns, plural, prose_words, verbs, vocabulary
 
 FORM_WORDS = {"locker", "parcel", "ledger", "vessel", "seal", "payments", "recipe", "token", "gate", "badge"}

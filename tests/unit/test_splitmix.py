@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rcq_cli.tasks._random import SplitMix64, seed
+from rcq_cli.tasks._splitmix import SplitMix64, seed
 
 
 @pytest.mark.parametrize(
