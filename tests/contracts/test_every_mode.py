@@ -1,0 +1,321 @@
+"""What every mode owes, whatever it does inside: a new file in `rcq_cli/modes/` is tested here unasked."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rcq_cli.api import MODES, LayerCache
+from rcq_cli.errors import SpecError
+from rcq_cli.options import describe
+from rcq_cli.protocols import Certificate, Engagement, LayerBytes
+
+LABELS = {"reference", "none", "reported", "calibrated", "certified"}
+FIELDS = {"device", "host", "metadata", "scratch", "dense_equivalent"}
+every_mode = pytest.mark.parametrize("mode", MODES.names())
+
+
+def make(mode, hq=4, hkv=2, dim=32, dtype=torch.float32, **more) -> LayerCache:
+    return LayerCache(
+        mode, query_heads=hq, kv_heads=hkv, head_dim=dim, dtype=dtype, backend="reference", **more
+    )
+
+
+def rows(*shape, seed=0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled(mode, tokens=150, hq=4, hkv=2, dim=32, dtype=torch.float32, seed=0) -> LayerCache:
+    cache = make(mode, hq, hkv, dim, dtype)
+    keys, values = (rows(hkv, tokens, dim, seed=seed + i, dtype=dtype) for i in (1, 2))
+    cache.prefill(keys, values, rows(hq, tokens, dim, seed=seed + 3, dtype=dtype))
+    return cache
+
+
+def query(hq=4, dim=32, dtype=torch.float32, seed=9) -> torch.Tensor:
+    return rows(hq, dim, seed=seed, dtype=dtype)
+
+
+@every_mode
+def test_its_name_label_and_options_are_what_help_texts_need(mode):
+    entry = MODES.load(mode)
+    assert entry.name == mode
+    assert entry.label in LABELS
+    assert entry.certifies in (True, False)
+    assert entry.certifies or entry.label != "certified"
+    assert 10 < len(entry.summary) < 140
+    assert entry.summary.isascii()
+    assert "\n" not in entry.summary
+    assert dataclasses.is_dataclass(entry.Options)
+    assert all(option.help and option.help.isascii() for option in describe(entry.Options))
+    with pytest.raises(SpecError):
+        make(mode, no_such_option=1)
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (8, 1), (6, 6)])
+def test_it_decodes_every_dtype_and_grouping(mode, dtype, heads):
+    hq, hkv = heads
+    cache = filled(mode, 70, hq, hkv, dtype=dtype)
+    for t in range(3):
+        cache.append(rows(hkv, 32, seed=20 + t, dtype=dtype), rows(hkv, 32, seed=30 + t, dtype=dtype))
+        step = cache.attend(query(hq, dtype=dtype, seed=40 + t))
+        assert step.output.shape == (hq, 32)
+        assert step.output.dtype == dtype
+        assert bool(torch.isfinite(step.output).all())
+    assert cache.tokens == 73
+
+
+@every_mode
+@pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
+def test_it_takes_any_head_dim_divisible_by_sixteen(mode, dim):
+    assert filled(mode, 40, dim=dim).attend(query(dim=dim)).output.shape == (4, dim)
+
+
+@every_mode
+@pytest.mark.parametrize("tokens", [1, 2, 3, 31, 32, 33, 64])
+def test_it_takes_any_number_of_tokens_from_one(mode, tokens):
+    cache = filled(mode, tokens)
+    assert bool(torch.isfinite(cache.attend(query()).output).all())
+    assert cache.tokens == tokens
+
+
+@every_mode
+def test_a_single_token_is_its_own_output(mode):
+    """Softmax over one token gives that token, whatever the mode."""
+    cache, value = make(mode), rows(2, 32, seed=5)
+    cache.append(rows(2, 32, seed=4), value)
+    torch.testing.assert_close(cache.attend(query()).output, value.repeat_interleave(2, 0))
+
+
+@every_mode
+def test_equal_values_give_that_value_whatever_is_kept_or_rounded(mode):
+    """Every output is an average of values: 1.5 is kept by every format."""
+    cache = make(mode)
+    cache.prefill(rows(2, 200, 32, seed=1), torch.full((2, 200, 32), 1.5), rows(4, 200, 32, seed=3))
+    output = cache.attend(query()).output
+    torch.testing.assert_close(output, torch.full_like(output, 1.5), rtol=1e-4, atol=1e-4)
+
+
+@every_mode
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-30, 1e6])
+def test_any_finite_scale_will_do(mode, scale):
+    cache = make(mode, scale=scale)
+    cache.prefill(rows(2, 90, 32, seed=1), rows(2, 90, 32, seed=2), rows(4, 90, 32, seed=3))
+    assert bool(torch.isfinite(cache.attend(query()).output).all())
+
+
+@every_mode
+@pytest.mark.parametrize("order", ["prefill-append", "append-only", "prefill-twice", "attend-between"])
+def test_tokens_may_arrive_in_any_way(mode, order):
+    keys, values, queries = rows(2, 80, 32, seed=1), rows(2, 80, 32, seed=2), rows(4, 80, 32, seed=3)
+    cache, first = make(mode), {"append-only": 0}.get(order, 50)
+    if first:
+        cache.prefill(keys[:, :first], values[:, :first], queries[:, :first])
+    if order == "prefill-twice":
+        cache.prefill(keys[:, first:70], values[:, first:70], queries[:, first:70])
+        first = 70
+    for t in range(first, 80):
+        cache.append(keys[:, t], values[:, t])
+        if order == "attend-between":
+            cache.attend(queries[:, t])
+    assert cache.tokens == 80
+    assert bool(torch.isfinite(cache.attend(query()).output).all())
+
+
+@every_mode
+def test_the_same_calls_give_the_same_results(mode):
+    first, second = filled(mode), filled(mode)
+    for t in range(5):
+        key, value = rows(2, 32, seed=50 + t), rows(2, 32, seed=60 + t)
+        first.append(key, value)
+        second.append(key, value)
+        q = query(seed=70 + t)
+        assert torch.equal(first.attend(q).output, second.attend(q).output)
+    assert first.bytes() == second.bytes()
+
+
+@every_mode
+def test_a_second_prompt_does_not_depend_on_the_first(mode):
+    filled(mode, seed=100).attend(query())
+    after = filled(mode).attend(query()).output
+    assert torch.equal(after, filled(mode).attend(query()).output)
+
+
+@every_mode
+@pytest.mark.parametrize("grow_first", [0, 1])
+def test_a_fork_and_its_origin_do_not_touch_each_other(mode, grow_first):
+    cache, alone = filled(mode), [filled(mode), filled(mode)]
+    cache.attend(query())
+    for other in alone:
+        other.attend(query())
+    sides = [cache._state, cache._state.fork()]
+    for t in range(12):
+        for i in (grow_first, 1 - grow_first):
+            key, value = rows(2, 32, seed=1000 * i + t), rows(2, 32, seed=2000 + 1000 * i + t)
+            for state in (sides[i], alone[i]._state):
+                state.append(key, value)
+                state.attend(query(seed=t))
+    for side, other in zip(sides, alone, strict=True):
+        assert torch.equal(side.attend(query()).output, other.attend(query()).output)
+        assert side.tokens == other.tokens == 162
+
+
+@every_mode
+def test_its_bytes_add_up(mode):
+    cache = filled(mode, 300)
+    cache.attend(query())
+    held = cache.bytes()
+    assert set(held) == FIELDS
+    assert all(isinstance(count, int) and count >= 0 for count in held.values())
+    assert held["dense_equivalent"] == 2 * 2 * 300 * 32 * 2
+    assert held["metadata"] <= held["device"]
+    assert held["device"] > 0
+    assert isinstance(cache._state.bytes(), LayerBytes)
+
+
+@every_mode
+def test_its_certificate_is_whole_or_absent(mode):
+    certificate = filled(mode).attend(query()).certificate
+    entry = MODES.load(mode)
+    assert (certificate is not None) == entry.certifies
+    if certificate is None:
+        return
+    assert isinstance(certificate, Certificate)
+    parts = (
+        certificate.key_bound
+        + certificate.value_bound
+        + certificate.dropped_bound
+        + certificate.rounding_bound
+    )
+    for tensor in (certificate.total_bound, certificate.output_norm, parts):
+        assert tensor.shape == (4,)
+        assert tensor.dtype == torch.float64
+        assert bool((tensor >= 0).all())
+    torch.testing.assert_close(certificate.total_bound, parts, rtol=1e-12, atol=0)
+    assert certificate.exact.dtype == torch.bool
+    assert bool(((certificate.rung >= 0) & (certificate.rung <= 4)).all())
+
+
+@every_mode
+def test_a_bound_it_certifies_is_never_below_the_true_error(mode):
+    entry = MODES.load(mode)
+    if not entry.certifies:
+        pytest.skip(f"{mode} certifies nothing")
+    keys, values = rows(2, 260, 32, seed=1), rows(2, 260, 32, seed=2)
+    for sharp in (0.3, 1.0, 5.0, 40.0):
+        cache = make(mode)
+        cache.prefill(keys, values, rows(4, 260, 32, seed=3))
+        q = sharp * query()
+        step = cache.attend(q)
+        scores = torch.einsum("hd,htd->ht", q.double(), keys.double().repeat_interleave(2, 0)) * 32**-0.5
+        truth = torch.einsum("ht,htd->hd", torch.softmax(scores, -1), values.double().repeat_interleave(2, 0))
+        error = (step.output.double() - truth).norm(dim=-1)
+        assert bool((error <= step.certificate.total_bound + 1e-13).all())
+        torch.testing.assert_close(cache._state.exact(q), truth, rtol=1e-11, atol=1e-12)
+
+
+@every_mode
+def test_what_it_cannot_audit_it_says(mode):
+    """`exact` is float64 attention on the originals; a mode that keeps none says so and certifies nothing."""
+    cache = filled(mode)
+    if MODES.load(mode).certifies or mode == "dense":
+        exact = cache._state.exact(query())
+        assert exact.shape == (4, 32)
+        assert exact.dtype == torch.float64
+        return
+    with pytest.raises(SpecError, match="audit"):
+        cache._state.exact(query())
+
+
+@every_mode
+def test_it_counts_its_steps_and_gives_a_reason_when_it_did_nothing(mode):
+    reasons = {"short_context", "budget_ge_context", "no_decode_steps", "inactive"}
+    idle, short, busy = filled(mode), filled(mode, 2), filled(mode, 400)
+    short.attend(query())
+    for t in range(3):
+        busy.append(rows(2, 32, seed=t), rows(2, 32, seed=90 + t))
+        busy.attend(query(seed=t))
+    for cache, steps in ((idle, 0), (short, 1), (busy, 3)):
+        record = cache._state.engagement()
+        assert isinstance(record, Engagement)
+        assert record.steps == steps
+        assert 0 <= record.steps_acted <= record.steps
+        assert (record.reason == "") == record.engaged
+        assert record.engaged or record.reason in reasons
+    assert not idle._state.engagement().engaged
+
+
+def wrong_calls(cache):
+    nan = torch.full((2, 4, 32), float("nan"))
+    good = rows(2, 4, 32)
+    return [
+        lambda: cache.prefill(nan, good),
+        lambda: cache.prefill(good, nan),
+        lambda: cache.prefill(good, good * float("inf")),
+        lambda: cache.prefill(good, good[:, :3]),
+        lambda: cache.prefill(good[:1], good[:1]),
+        lambda: cache.prefill(good[..., :16], good[..., :16]),
+        lambda: cache.prefill(good.half(), good.half()),
+        lambda: cache.prefill(good, good.double()),
+        lambda: cache.prefill(good[:, :0], good[:, :0]),
+        lambda: cache.prefill(good.numpy(), good.numpy()),
+        lambda: cache.prefill(good, good, good),
+        lambda: cache.append(good, good),
+        lambda: cache.append(good[:, 0], good[:, 0, :16]),
+        lambda: cache.append(good[:, 0], nan[:, 0]),
+        lambda: cache.attend(good[:, 0]),
+        lambda: cache.attend(torch.full((4, 32), float("nan"))),
+        lambda: cache.attend(rows(4, 32).half()),
+        lambda: cache.attend(None),
+        lambda: cache.append(good[:, 0].to("meta"), good[:, 0].to("meta")),
+    ]
+
+
+@every_mode
+def test_rejected_calls_raise_our_error_and_store_nothing(mode):
+    cache, twin = filled(mode, 60), filled(mode, 60)
+    for call in wrong_calls(cache):
+        with pytest.raises(SpecError):
+            call()
+        assert cache.tokens == 60
+    assert torch.equal(cache.attend(query()).output, twin.attend(query()).output)
+    assert cache.bytes() == twin.bytes()
+
+
+@every_mode
+def test_attention_over_nothing_is_refused_and_the_cache_stays_usable(mode):
+    cache = make(mode)
+    with pytest.raises(SpecError, match="empty"):
+        cache.attend(query())
+    cache.append(rows(2, 32), rows(2, 32))
+    assert cache.tokens == 1
+
+
+@every_mode
+def test_tensors_of_the_caller_are_neither_changed_nor_kept(mode):
+    keys, values, q = rows(2, 80, 32, seed=1), rows(2, 80, 32, seed=2), query()
+    copies = [t.clone() for t in (keys, values, q)]
+    cache, twin = make(mode), make(mode)
+    for held in (cache, twin):
+        held.prefill(keys.clone() if held is twin else keys, values.clone() if held is twin else values)
+    cache.append(keys[:, 0], values[:, 0])
+    twin.append(keys[:, 0].clone(), values[:, 0].clone())
+    assert all(torch.equal(t, c) for t, c in zip((keys, values, q), copies, strict=True))
+    keys.zero_()
+    values.zero_()
+    assert torch.equal(cache.attend(q).output, twin.attend(q).output)
+    assert torch.equal(q, copies[2])
+
+
+@every_mode
+def test_tensors_that_need_gradients_and_strided_views_are_taken(mode):
+    keys = rows(80, 2, 32, seed=1).requires_grad_()
+    values = rows(2, 32, 80, seed=2).requires_grad_()
+    cache, twin = make(mode), make(mode)
+    cache.prefill(keys.transpose(0, 1), values.transpose(1, 2))
+    twin.prefill(keys.detach().transpose(0, 1).contiguous(), values.detach().transpose(1, 2).contiguous())
+    output = cache.attend(query().requires_grad_()).output
+    assert not output.requires_grad
+    assert torch.equal(output, twin.attend(query()).output)
