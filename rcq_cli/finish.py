@@ -12,7 +12,16 @@ from rcq_cli.presets import TASKS
 from rcq_cli.protocols import Completion, Sample
 from rcq_cli.records import OK, Row, TaskFacts
 from rcq_cli.spec import RunSpec
-from rcq_cli.store import COMPLETE, ERROR, RunReader, RunWriter, build_cells, last_by_key, new_folder
+from rcq_cli.store import (
+    COMPLETE,
+    ERROR,
+    RunReader,
+    RunWriter,
+    build_cells,
+    last_by_key,
+    new_folder,
+    timed_metrics,
+)
 
 
 def write_contract(folder: Path, fields: Mapping[str, Any], facts: TaskFacts, begun_hash: str) -> None:
@@ -44,7 +53,8 @@ def finish_run(
     failed = any(row["status"] != OK for row in (*rows, *controls)) or not rows
     status = ERROR if failed else COMPLETE
     timings = {entry["key"]: entry for entry in writer.telemetry if entry.get("kind") == "timing"}
-    built = build_cells(spec, facts, rows, timings, writer.log, status)
+    timed = timed_metrics(writer.telemetry)
+    built = build_cells(spec, facts, rows, timings, writer.log, status, timed)
     summary = {
         "status": status,
         "contract": contract.contract_hash(fields),

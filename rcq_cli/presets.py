@@ -111,6 +111,7 @@ class _Resolver:
         for name in _listed(self.pick("tasks").value, "tasks"):
             entry, task, part = _task(name)
             full = f"{entry}/{part}" if part else entry
+            _check_modes(task, labels)
             for ctx in self._contexts(task, full):
                 batches.append(tuple(self._spec(task, full, ctx, mode) for mode in labels))
         self._check_flag_options(batches)
@@ -313,6 +314,19 @@ def _task(name: str) -> tuple[str, Task, str]:
             f"task {entry} has no part {part!r}", fix=did_you_mean(part, parts) + known, id="RCQ-USE-01"
         )
     return entry, task, part
+
+
+def _check_modes(task: Any, labels: Iterable[tuple[str, Any, Any]]) -> None:
+    """Refuse a mode that a task without a model cannot run."""
+    if task.minimum_ctx:
+        return
+    for label, _, _ in labels:
+        if _cut(label)[0] not in task.modes:
+            raise SpecError(
+                f"mode {_cut(label)[0]} has no selection policy for task {task.name}",
+                fix=f"allowed: {', '.join(task.modes)}",
+                id="RCQ-USE-09",
+            )
 
 
 def _cut(label: str) -> tuple[str, str, str]:

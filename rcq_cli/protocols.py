@@ -133,6 +133,19 @@ class Task(Protocol):
         """Score one answer; pure, usable later on stored text."""
 
 
+class ModelFreeTask(Task, Protocol):
+    """A task that answers its own samples: no model, no prompt, `minimum_ctx` 0."""
+
+    modes: tuple[str, ...]
+    """The modes it can run."""
+
+    def answer(self, sample: Sample, options: Any, mode: Mode, mode_options: Any) -> Completion:
+        """Answer one sample under `mode`; `options` are the task's."""
+
+    def timed(self, scores: Sequence[Mapping[str, float]], options: Any) -> Mapping[str, float]:
+        """Return metrics that a clock measures once per run, given the scores of its samples."""
+
+
 # -- models -------------------------------------------------------------------------------------------------
 
 
@@ -387,8 +400,9 @@ class Decoded:
     """Wall time of each decode step, auditing left out."""
     prefill_ns: int
     steps: StepArrays | None
-    bytes: LayerBytes
-    """Summed over layers, at the end of the sample; unmanaged layers count in device and dense alike."""
+    bytes: LayerBytes | None
+    """Summed over layers, at the end of the sample; unmanaged layers count in device and dense alike. None
+    for a task without a model."""
     engagement: Mapping[str, Json]
     """The record of `baselines.md` section 6."""
     first_logits_sha256: str

@@ -18,6 +18,10 @@ WAIVED = ("short_context", "budget_ge_context", "no_decode_steps")
 """Reasons for which a mode may leave a sample alone; the cell is then not engaged, the run complete."""
 
 
+VIOLATIONS = "bound_violations"
+"""Metric of a task that checks bounds itself: how often one did not hold."""
+
+
 class TaskFacts(NamedTuple):
     """What of a task and a model a cell repeats; stored with the contract so that cells need no task file."""
 
@@ -94,7 +98,7 @@ def answered(row: Row, decoded: Decoded, scores: Mapping[str, float]) -> Row:
         "scores": finite(dict(scores)),
         "engaged": finite(dict(decoded.engagement)),
         "first_logits_sha256": decoded.first_logits_sha256,
-        "bytes": _bytes(decoded.bytes),
+        "bytes": None if decoded.bytes is None else _bytes(decoded.bytes),
         "steps": decoded.steps is not None,
     }
     bad = [name for name, value in scores.items() if not math.isfinite(value)]
@@ -148,10 +152,12 @@ def cell(
     timings: Mapping[str, Mapping[str, Any]],
     certificates: Mapping[str, Any] | None,
     status: str,
+    timed: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return one entry of `cells` (product.md section 6) from the rows of one part, in canonical order.
 
-    `timings` are the clock's records by row key. Only rows of status ok are scored; others count as errors.
+    `timings` are the clock's records by row key, `timed` metrics it measured once for the run. Only rows of
+    status ok are scored; others count as errors.
     """
     good = [row for row in rows if row["status"] == OK]
     scores = [row["scores"][facts.score_key] for row in good]
@@ -170,7 +176,7 @@ def cell(
         "metric_version": facts.metric,
         "higher_is_better": facts.higher_is_better,
         **_score(scores, facts),
-        "metrics": _metrics(good, facts.score_key),
+        "metrics": {**_metrics(good, facts.score_key), **(timed or {})},
         "dtype": facts.dtype,
         **_known("fill_ratio_min", min(fills, default=None), "not_applicable"),
         **_known("prompt_tokens_median", _median([row["prompt_tokens"] for row in rows]), "no_samples"),
@@ -210,12 +216,12 @@ def _score(scores: Sequence[float], facts: TaskFacts) -> dict[str, Any]:
 
 
 def _metrics(rows: Sequence[Row], primary: str) -> dict[str, float]:
-    """Return the mean of every further metric over the rows that have it."""
+    """Return the mean of every further metric over the rows that have it; violations are added up."""
     names = dict.fromkeys(name for row in rows for name in row["scores"] if name != primary)
     means = {}
     for name in names:
         values = [row["scores"][name] for row in rows if row["scores"].get(name) is not None]
-        means[name] = math.fsum(values) / len(values)
+        means[name] = math.fsum(values) / (1 if name == VIOLATIONS else len(values))
     return means
 
 
@@ -279,6 +285,9 @@ def problems(
         found.append(
             _problem(4, "violation", violations, f"{violations} audited head-steps above their bound")
         )
+    broken = sum((row["scores"] or {}).get(VIOLATIONS) or 0 for row in rows)
+    if broken:
+        found.append(_problem(4, "violation", int(broken), f"{broken:.0f} errors above their bound"))
     unbounded = sum(entry["unbounded"] for entry in certificates if entry)
     if unbounded and facts.label == "certified":
         what = f"{unbounded} head-steps without a finite bound were not recomputed"

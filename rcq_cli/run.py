@@ -31,7 +31,7 @@ class Bench(NamedTuple):
 
     loaded: Loaded
     engine: Any
-    """`rcq_cli.engine.decoder.Engine`."""
+    """`rcq_cli.engine.decoder.Engine`, or `rcq_cli.engine.model_free.TaskEngine`."""
 
 
 EngineFor = Callable[[RunSpec], Bench]
@@ -210,6 +210,9 @@ class _Arm:
         for name, reading in host.memory().items():
             self.writer.append_telemetry({"kind": "host", "name": name, **reading.to_json()})
         rows, controls = ([self.done[key] for key in keys] for keys in (self.keys, self.control_keys))
+        if self.spec.ctx is None:
+            scores = [row["scores"] for row in rows if row["status"] == OK]
+            self.writer.append_telemetry({"kind": "timed", "metrics": bench.engine.timed(scores)})
         late = identity.late(records.ordered(rows, self.facts.parts), bench.loaded.tokenizer.bos_id)
         final = self.fields | late | {"pipeline.backend": bench.engine.backend_name}
         finish_run(self.writer, self.spec, self.facts, final, self.begun_hash, rows, controls)

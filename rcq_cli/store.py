@@ -237,6 +237,10 @@ class RunReader:
         found = read_lines(self.folder / "telemetry.jsonl")[0]
         return {record["key"]: record for record in found if record.get("kind") == "timing"}
 
+    def timed(self) -> dict[str, float]:
+        """Return the metrics that were timed once for the run."""
+        return timed_metrics(read_lines(self.folder / "telemetry.jsonl")[0])
+
     def cells(self) -> list[dict[str, Any]]:
         """Return the cells; those of an unfinished run are computed from the rows so far."""
         summary = self.summary
@@ -250,7 +254,9 @@ class RunReader:
         log = steps.StepLog(self.folder / "steps.jsonl.gz")
         return [
             done.cell
-            for done in build_cells(self.spec, facts, self.examples(), self.timings(), log, self.status)
+            for done in build_cells(
+                self.spec, facts, self.examples(), self.timings(), log, self.status, self.timed()
+            )
         ]
 
     def steps(self) -> "pa.Table | None":
@@ -262,6 +268,12 @@ class RunReader:
         return steps.table(log.read(row["key"] for row in self.examples()))
 
 
+def timed_metrics(telemetry: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of the last record of kind `timed`, nothing without one."""
+    found = [record["metrics"] for record in telemetry if record.get("kind") == "timed"]
+    return dict(found[-1]) if found else {}
+
+
 def build_cells(
     spec: RunSpec,
     facts: TaskFacts,
@@ -269,6 +281,7 @@ def build_cells(
     timings: Mapping[str, Mapping[str, Any]],
     log: steps.StepLog,
     status: str,
+    timed: Mapping[str, float] | None = None,
 ) -> list[records.CellParts]:
     """Return the cell of every part, in the task's order, with the certificates it was made from."""
     cells = []
@@ -276,6 +289,6 @@ def build_cells(
         mine = [row for row in rows if row["part"] == part]
         kept = log.read(row["key"] for row in mine if row["status"] == records.OK and row["steps"])
         certificates = steps.certificate_summary(kept) if any(row["steps"] for row in mine) else None
-        cell = records.cell(spec, facts, part, mine, timings, certificates, status)
+        cell = records.cell(spec, facts, part, mine, timings, certificates, status, timed)
         cells.append(records.CellParts(cell, certificates))
     return cells

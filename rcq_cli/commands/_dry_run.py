@@ -98,6 +98,7 @@ def _trials(batch: Batch, ctx: int, loads: Loads) -> dict[str, list[Trial]]:
             # the first mode of a batch pays for the prefill that all of them share
             spent = sum(done.step_ns) + done.selection_ns + (done.prefill_ns if one is spec else 0)
             held = done.bytes
+            assert held is not None  # every model holds a cache
             trials[one.mode].append(Trial(size, held.device, held.host, held.dense_equivalent, spent / 1e9))
     return trials
 

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rcq_cli.errors import RcqError
-from rcq_cli.presets import Batch
+from rcq_cli.identity import task_options
+from rcq_cli.presets import TASKS, Batch
 from rcq_cli.progress import Progress
 from rcq_cli.run import Bench, EngineFor, check, run_batch
 from rcq_cli.spec import RunSpec
@@ -21,6 +23,8 @@ class Benches:
 
     def __call__(self, spec: RunSpec) -> Bench:
         """Return the bench of `spec`; raise `UnsupportedHere` or `UnsupportedModel` if there is none."""
+        if spec.ctx is None:
+            return _model_free(spec)
         key = (spec.model, spec.device, spec.dtype, spec.backend)
         if self.bench is None or key != self.key:
             from rcq_cli.engine.decoder import Engine
@@ -31,6 +35,13 @@ class Benches:
             loaded = source.load(reference, device=spec.device, dtype=spec.dtype)
             self.bench, self.key = Bench(loaded, Engine(loaded, backend=spec.backend)), key
         return self.bench
+
+
+def _model_free(spec: RunSpec) -> Bench:
+    from rcq_cli.engine.model_free import NO_MODEL, TaskEngine
+
+    task: Any = TASKS.load(spec.task_name)
+    return Bench(NO_MODEL, TaskEngine(task, task_options(task, spec, NO_MODEL)))
 
 
 @dataclass(frozen=True, slots=True)

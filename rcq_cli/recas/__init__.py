@@ -1,1 +1,1 @@
-"""Which tokens a budget keeps and which of them are read: the policy of the RECAS paper, as pure functions."""
+"""The policy of the RECAS paper: which tokens a budget keeps, and which of them are read."""

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+
 from rcq_cli.recas.utility import (
     Weights,
     accumulate,
