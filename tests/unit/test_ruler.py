@@ -15,10 +15,10 @@ import pytest
 from rcq_cli.errors import SpecError
 from rcq_cli.protocols import Completion, EncodedPrompt, TaskRequest
 from rcq_cli.tasks._fitting import Secant, fit
-from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._ruler_lists import Chain, listed_words, strict_total, zipf_count
 from rcq_cli.tasks._ruler_notes import SHAPES, note_source
 from rcq_cli.tasks._ruler_prompt import lexicon_words
+from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._units import Units
 from rcq_cli.tasks._words import data
 from rcq_cli.tasks.ruler import FAMILIES, TASK, Options
