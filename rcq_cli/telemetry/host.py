@@ -12,9 +12,11 @@ FIELDS = {
     "VmHWM": "vm_hwm_bytes",
     "VmRSS": "vm_rss_bytes",
     "RssAnon": "rss_anon_bytes",
+    "RssFile": "rss_file_bytes",
     "VmLck": "vm_locked_bytes",
 }
-"""Peak resident, resident, resident and not backed by files, locked; by the name of the reading."""
+"""Peak resident, resident, resident and not backed by files, backed by files, locked; by the name of the
+reading."""
 
 
 def memory(path: Path = STATUS) -> dict[str, Reading]:
@@ -72,3 +74,39 @@ def reset_peak(path: Path = CLEAR) -> bool:
     except OSError:
         return False
     return True
+
+
+def load_average(path: Path = Path("/proc/loadavg")) -> Reading:
+    """Return the runnable processes over the last minute, this one included."""
+    try:
+        return measured(float(path.read_text("ascii").split()[0]), "proc.loadavg")
+    except (OSError, ValueError, IndexError) as error:
+        return absent(Status.NOT_SUPPORTED, "proc.loadavg", str(error))
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def cpu_quota(root: Path = CGROUP) -> Reading:
+    """Return the cores this group of processes may use; `not_applicable` without a limit."""
+    pairs = (
+        (("cpu.max",), "cgroup.v2"),
+        (("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"), "cgroup.v1"),
+    )
+    for names, source in pairs:
+        try:
+            words = " ".join((root / name).read_text("ascii") for name in names).split()
+        except OSError:
+            continue
+        if words[0] in ("max", "-1"):
+            return absent(Status.NOT_APPLICABLE, source, "no limit is set")
+        return measured(int(words[0]) / int(words[1]), source)
+    return absent(Status.NOT_SUPPORTED, "cgroup", f"neither cpu.max nor cpu.cfs_quota_us below {root}")
+
+
+def governor(path: Path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")) -> str | None:
+    """Return how the first core chooses its frequency, None where the kernel does not say."""
+    try:
+        return path.read_text("ascii").strip()
+    except OSError:
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rcq_cli.readings import Status
+from rcq_cli.readings import Reading, Status, absent
 
 SOURCE = "nvml"
 
@@ -68,3 +68,14 @@ def _devices(pynvml: Any) -> NvmlProbe:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def process_bytes(device: str) -> Reading:
+    """Return the device memory this process holds, by NVML."""
+    if not device.startswith("cuda"):
+        found = probe()
+        status = Status.NOT_APPLICABLE if found.status is Status.OK else found.status
+        return absent(
+            status, SOURCE, found.detail if found.status is not Status.OK else f"the run is on {device}"
+        )
+    return absent(Status.NOT_SUPPORTED, SOURCE, "not built yet")
