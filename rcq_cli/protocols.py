@@ -257,6 +257,8 @@ class Certificate:
     """Completed blocks of this layer at this step."""
     paged_bytes: int
     """Bytes brought from tier 2 for this step."""
+    reported: Mapping[str, Tensor] = field(default_factory=dict)
+    """Figures `[Hq]` by formulas of a mode's own, beside the bounds and never part of them."""
 
 
 @dataclass(frozen=True, slots=True)
