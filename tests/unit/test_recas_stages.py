@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+
+from rcq_cli.recas.stages import Rules, StageTracker
+
+WORDS = ["\n", ".", "the", *(f"word{i}" for i in range(3, 200))]
+
+
+def text_of(token):
+    return WORDS[token]
+
+
+def tracker(**changes):
+    values = {"shortest_stage_tokens": 4, "common_share": 0.0} | changes
+    return StageTracker(text_of, Rules(**values))
+
+
+def test_units_end_after_sentences_newlines_and_at_their_longest():
+    stages = tracker(unit_tokens=3, longest_stage_tokens=99)
+    stages.read([3, 4, 1, 5, 6, 0, 7, 8, 9, 10])
+    assert stages.units().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+
+
+def test_without_text_units_are_blocks_of_sixteen():
+    stages = StageTracker()
+    stages.read(range(40))
+    assert stages.units().tolist() == [i // 16 for i in range(40)]
+
+
+def test_a_stage_ends_at_a_paragraph_but_not_before_its_shortest_length():
+    stages = tracker(shortest_stage_tokens=6)
+    stages.read([3, 0, 0, 4])
+    assert stages.transitions == 0
+    stages.read([5, 6, 0, 0, 7])
+    assert stages.transitions == 1
+
+
+def test_a_stage_ends_at_a_list_marker_and_at_a_cue_that_begins_a_sentence():
+    texts = {0: "\n", 1: "a", 2: "- ", 3: ".", 4: " Then"}
+    rules = Rules(shortest_stage_tokens=2, cues=("then",))
+    stages = StageTracker(texts.__getitem__, rules)
+    stages.read([1, 1, 0, 2])
+    assert stages.transitions == 1
+    stages.read([1, 1, 4])
+    assert stages.transitions == 1
+    stages.read([3, 4])
+    assert stages.transitions == 2
+
+
+def test_a_stage_ends_by_length_alone():
+    stages = StageTracker(rules=Rules(longest_stage_tokens=50))
+    stages.read([1] * 151)
+    assert stages.transitions == 3
+
+
+def test_the_link_of_a_unit_is_the_idf_share_of_its_words_that_return():
+    # unit 0: words 10 11 12; unit 1: 13 14; next stage, unit 2: 10 15, unit 3: 16 17
+    stages = tracker(longest_stage_tokens=9, least_link=0.5)
+    stages.read([10, 11, 12, 1, 13, 14, 1, 0, 0])
+    stages.read([10, 15, 1, 16, 17, 1, 0, 0, 0])
+    idf = {word: np.log(5 / 2) for word in (11, 12)} | {10: np.log(5 / 3)}
+    assert idf[10] / sum(idf.values()) < 0.3
+    stages.read([3])
+    assert stages.transitions == 2
+    assert stages.links()[:3].tolist() == [0, 0, 0]
+    again = tracker(longest_stage_tokens=9, least_link=0.2)
+    again.read([10, 11, 12, 1, 13, 14, 1, 0, 0, 10, 15, 1, 16, 17, 1, 0, 0, 0, 3])
+    links = again.links()
+    assert links[:4].tolist() == [1, 1, 1, 1]
+    assert links[4:7].tolist() == [0, 0, 0]
+
+
+def test_a_unit_restated_within_its_own_stage_is_linked_when_that_stage_closes():
+    stages = tracker(longest_stage_tokens=8)
+    stages.read([20, 21, 1, 20, 21, 1, 22, 1])
+    assert stages.links().max() == 0
+    stages.read([30])
+    assert stages.links()[:8].tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_a_unit_does_not_link_to_itself():
+    stages = tracker(longest_stage_tokens=8)
+    stages.read([20, 20, 21, 21, 1, 22, 23, 1, 30])
+    assert stages.links().max() == 0
+
+
+def test_a_unit_counts_once_per_stage_and_again_in_the_next():
+    stages = tracker(longest_stage_tokens=6)
+    stages.read([20, 21, 1, 22, 23, 1])
+    for _ in range(3):
+        stages.read([20, 21, 1, 20, 21, 1])
+    stages.read([30])
+    # three later stages and none within its own
+    assert stages.links()[:3].tolist() == [3, 3, 3]
+    assert stages.links()[3:6].tolist() == [0, 0, 0]
+
+
+def test_frequent_ids_and_short_texts_carry_no_content():
+    stages = StageTracker(lambda i: "x" if i == 50 else f"word{i}", Rules(longest_stage_tokens=128))
+    stages.read([*range(100, 227), 50])
+    stages.read([50] * 128)
+    stages.read([1])
+    assert stages.links().max() == 0
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 90, (90,), (7, 33, 50)])
+def test_links_do_not_depend_on_how_the_tokens_arrive(cuts):
+    ids = np.random.default_rng(9).integers(0, 40, 90).tolist()
+    whole = tracker(longest_stage_tokens=20)
+    whole.read(ids)
+    parts, start = tracker(longest_stage_tokens=20), 0
+    for cut in cuts:
+        parts.read(ids[start : start + cut])
+        start += cut
+    assert whole.links().max() > 0
+    assert np.array_equal(whole.links(), parts.links())
+
+
+def test_a_fork_goes_its_own_way():
+    stages = tracker(longest_stage_tokens=8)
+    stages.read([20, 21, 1, 20, 21, 1, 22, 1])
+    twin = stages.fork()
+    twin.read([30, 31])
+    assert (stages.tokens, stages.transitions, stages.links().max()) == (8, 0, 0)
+    assert (twin.tokens, twin.transitions, twin.links().max()) == (10, 1, 1)
+
+
+def test_credit_links_a_unit_once():
+    stages = tracker()
+    stages.read([20, 21, 1, 22, 23])
+    stages.credit(np.array([1, 1]))
+    stages.credit(np.array([0]))
+    assert stages.links().tolist() == [1, 1, 1, 0, 0]
