@@ -169,11 +169,11 @@ def _answer_gates(
     pair: Record, cells: Sequence[Record], preset: str, expected: Mapping[str, str]
 ) -> list[GateResult]:
     found = []
-    if pair["truncated"] and pair["truncated"] > TRUNCATED_SHARE * pair["n"]:
+    # an arm that is expected to fail may fail in this way as well
+    may_fail = expectation(pair["candidate"], expected) == "fail"
+    if not may_fail and pair["truncated"] and pair["truncated"] > TRUNCATED_SHARE * pair["n"]:
         reason = f"{pair['truncated']} of {pair['n']} answers were cut off before the value was found"
-        # an arm that is expected to fail may fail in this way as well
-        gated = preset == "release" and expectation(pair["candidate"], expected) != "fail"
-        code, status = (3, "fail") if gated else (0, "warn")
+        code, status = (3, "fail") if preset == "release" else (0, "warn")
         found.append(gate_result(pair, "truncated > 10 %", pair["truncated"], status, code, reason))
     kl = cell_value(pair, cells, "candidate", "kl_mean")
     if preset in KL_MARGINS and kl is not None and kl > KL_MARGINS[preset]:

@@ -129,7 +129,11 @@ def _ratio(pair: Mapping[str, Json]) -> Cell:
 def _reasons(pair: Mapping[str, Json]) -> list[str]:
     reasons = [str(reason) for reason in pair.get("reasons", ())]
     # a label that a reason spells out needs no line of its own
-    reasons = [label for label in pair.get("labels", ()) if not any(label in r for r in reasons)] + reasons
+    labels = [label for label in pair.get("labels", ()) if not any(label in r for r in reasons)]
+    if pair.get("verdict") == "pass":
+        # few flips are what a pass is made of; only an undecided test is short of them
+        labels = [label for label in labels if not label.startswith("underpowered")]
+    reasons = labels + reasons
     planned, n = pair.get("n_planned"), pair.get("n")
     if planned is not None and n is not None and n < planned:
         reasons.append(f"{n} of {planned} planned samples are paired")

@@ -193,8 +193,10 @@ def test_allowed_errors_and_allowed_idleness_are_no_problem():
 def test_answers_that_were_cut_off_warn_and_fail_a_release():
     spec, reference, candidate = entry(n=550, lost=60)
     cut = [r | {"finish_reason": "length"} for r in candidate]
-    lenient = evaluate_gates(judge([(spec, reference, cut)]), [], expected={"certified": "fail"})
+    lenient = evaluate_gates(judge([(spec, reference, cut)]), [], preset="ci")
     assert any("60 of 550 answers were cut off" in text for text in lenient.warnings)
+    doomed = evaluate_gates(judge([(spec, reference, cut)]), [], expected={"certified": "fail"})
+    assert not any("cut off" in text for text in doomed.warnings)
     found = report((spec, reference, cut), preset="release")
     assert any("cut off" in text for text in found.failures)
 
