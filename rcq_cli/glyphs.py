@@ -22,9 +22,18 @@ class Glyphs:
     """Work that goes on."""
     dot: str = "-"
     """Between the parts of a title."""
+    spark: str = "_.:-=+*#"
+    """Eight levels, low to high, of a line of bars."""
 
 
-UNICODE = Glyphs(line="\u2500", times="\u00d7", plus_minus="\u00b1", ellipsis="\u2026", dot="\u00b7")
+UNICODE = Glyphs(
+    line="\u2500",
+    times="\u00d7",
+    plus_minus="\u00b1",
+    ellipsis="\u2026",
+    dot="\u00b7",
+    spark="".join(map(chr, range(0x2581, 0x2589))),
+)
 
 
 def encodable(text: str, encoding: str) -> bool:

@@ -79,9 +79,15 @@ def _line(
     parts = []
     for cell, index in zip(cells, band, strict=True):
         room = " " * (widths[index] - cell_width(cell.text))
-        text = room + cell.text if columns[index].right else cell.text + room * (index != band[-1])
-        parts.append(paint(text, cell.style, view))
+        shown, style = (cell.text, cell.style) if cell.style != "spark" else (bars(cell.text, view), "")
+        text = room + shown if columns[index].right else shown + room * (index != band[-1])
+        parts.append(paint(text, style, view))
     return (" " * GAP).join(parts).rstrip()
+
+
+def bars(levels: str, view: View) -> str:
+    """Return levels 0 to 7 as the bars this stream can write; anything else stays."""
+    return "".join(view.glyphs.spark[int(c)] if c in "01234567" else c for c in levels)
 
 
 def _wrap(text: str, width: int | None, indent: str) -> list[str]:

@@ -23,7 +23,8 @@ class Cell:
 
     text: str
     style: str = ""
-    """`good`, `bad`, `doubt`, `faint`, `strong`, `heat:0.35` or nothing; never the only sign."""
+    """`good`, `bad`, `doubt`, `faint`, `strong`, `heat:0.35` or nothing; never the only sign. `spark`: the
+    text is levels 0 to 7, drawn as bars."""
 
 
 @dataclass(frozen=True, slots=True)
