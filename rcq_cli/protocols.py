@@ -229,6 +229,8 @@ class Needs:
     probe_seed: int = 0
     column_sums: bool = False
     """Probability that each token received, summed over all rows of the prompt."""
+    token_ids: bool = False
+    """The ids of prompt and answer, as a `StageTracker` given to `follow` of each layer's state."""
 
 
 @dataclass(frozen=True, slots=True)
