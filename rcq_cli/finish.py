@@ -102,7 +102,8 @@ def rescore(folder: Path, out: Path) -> Path:
         key = records.row_key(begun_hash, mode_hash, row["sample_id"])
         if row["status"] != OK:
             return row | {"key": key}
-        answer = Completion(tuple(row["output_ids"]), row["text"], row["finish_reason"])
+        series = {name: tuple(values) for name, values in row.get("series", {}).items()}
+        answer = Completion(tuple(row["output_ids"]), row["text"], row["finish_reason"], series)
         return row | {"key": key, "scores": records.finite(dict(task.score(_sample(row), answer)))}
 
     rows, controls = (

@@ -198,6 +198,8 @@ class _Resolver:
     ) -> RunSpec:
         label, mode_options, mode_origins = mode
         options, task_origins, controls = self._task_options(task, name)
+        if options.get("longest", 0) is None:  # targets shared by the contexts must fit the longest of them
+            options["longest"] = max(size for size in self._contexts(task, name) if size is not None)
         plain = {key: self.pick(key) for key in ("model", "seed", "backend", "device", "dtype", "audit")}
         samples = self._samples(task, name)
         origins = {key: chosen.origin for key, chosen in plain.items()} | {"samples": samples.origin}

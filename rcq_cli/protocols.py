@@ -40,6 +40,8 @@ class Sample:
     """Needle form, nominal and achieved depth, units, fill, corpus digest and the like."""
     control: str | None = None
     """Name of the control this sample belongs to (`needle-only`, `no-needle`), None for a scored sample."""
+    targets: int = 0
+    """How many of the last ids are fed one by one and scored (teacher forcing); 0: an answer is generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class Completion:
     text: str
     finish_reason: str
     """`eos`, `stop` or `length`."""
+    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Of a sample with targets, one value per target: `nll` in nats; where the dense model was run too, `kl`
+    (dense || this) in nats, `flip` (1 where the likeliest token differs) and `dlogp` of the target. Where the
+    prompt was scored, `prompt_nll` holds the sum over it and the number of its scored tokens."""
 
 
 @dataclass(frozen=True, slots=True)

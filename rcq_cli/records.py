@@ -101,6 +101,8 @@ def answered(row: Row, decoded: Decoded, scores: Mapping[str, float]) -> Row:
         "bytes": None if decoded.bytes is None else _bytes(decoded.bytes),
         "steps": decoded.steps is not None,
     }
+    if decoded.completion.series:
+        row["series"] = finite(dict(decoded.completion.series))
     bad = [name for name, value in scores.items() if not math.isfinite(value)]
     return failed(row, "nan", f"score {bad[0]} is not finite") if bad else row
 

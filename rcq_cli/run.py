@@ -300,11 +300,26 @@ class _Work:
         ids = tuple(sample.prompt_ids[: sample.context_len])
         if self.prefill is None or ids != self.prefill_ids:
             self.prefill = None  # let go of the old one before the new one is made
-            self.prefill = engine.prefill(ids, [(each.mode, each.options) for each in self.arms])
+            self.prefill = self._prefilled(sample, ids)
             self.prefill_ids = ids
+        if sample.targets and arm.spec.mode_name != "dense" and self._dense_beside(sample):
+            engine.add_reference(self.prefill, sample)
         audit = arm.spec.audit if sample.control is None else 0.0
         decoded: Decoded = engine.decode(self.prefill, sample, arm.mode, arm.options, audit=audit)
         return decoded
+
+    def _prefilled(self, sample: Sample, ids: tuple[int, ...]) -> Any:
+        modes = [(each.mode, each.options) for each in self.arms]
+        if sample.meta.get("pooled"):
+            return self.bench.engine.prefill(ids, modes, score_prompt=True)
+        return self.bench.engine.prefill(ids, modes)
+
+    def _dense_beside(self, sample: Sample) -> bool:
+        """Say whether predictions are compared with the dense model's: it is in the batch, or asked for.
+
+        A batch is compared whatever was answered before, so that a resumed run has the same rows.
+        """
+        return sample.meta.get("shadow") == "dense" or any(arm.spec.mode_name == "dense" for arm in self.arms)
 
     def _failed(self, arm: _Arm, row: Row, error: Exception) -> Row:
         """Return the row of a sample that raised; where it raised goes to telemetry."""

@@ -11,11 +11,12 @@ from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from unicodedata import normalize
 
 from rcq_cli.errors import SpecError, UnsupportedHere
 from rcq_cli.tasks import _prose
+from rcq_cli.tasks._hub import parquet_texts, snapshot, split_files
 from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._words import adjectives, nouns
 
@@ -55,6 +56,9 @@ class Corpus(Protocol):
     def books(self) -> Iterator[tuple[str, str]]:
         """Yield name and text of each book."""
 
+    def paragraphs(self) -> Iterator[tuple[str, Iterator[str]]]:
+        """Yield name and paragraphs of each book; nothing is read before it is asked for."""
+
     def holds(self, text: str) -> bool:
         """Return whether `text` (lower case) occurs anywhere in the source."""
 
@@ -83,6 +87,10 @@ class Builtin:
         """Yield the 64 books of 160 000 words each."""
         for index in range(_prose.BOOKS):
             yield f"builtin-{index}", "\n\n".join(_prose.book(index))
+
+    def paragraphs(self) -> Iterator[tuple[str, Iterator[str]]]:
+        """Yield the books paragraph by paragraph."""
+        return ((f"builtin-{index}", _prose.book(index)) for index in range(_prose.BOOKS))
 
     def holds(self, text: str) -> bool:
         """Return whether prose could contain `text`: it has no digits and no needle words."""
@@ -129,23 +137,29 @@ class Local:
         """Yield the files in order."""
         yield from self.texts
 
+    def paragraphs(self) -> Iterator[tuple[str, Iterator[str]]]:
+        """Yield the files in order, paragraph by paragraph."""
+        return ((name, iter(text.split("\n\n"))) for name, text in self.texts)
+
     def holds(self, text: str) -> bool:
         """Return whether `text` occurs in any file, case ignored."""
         return text in self._lower
 
 
 @lru_cache(maxsize=4)
-def open_corpus(spec: str) -> Corpus:
-    """Return the corpus that `builtin`, a path or a comma list of paths names.
+def open_corpus(spec: str, *, online: bool = False) -> Corpus:
+    """Return the corpus that `builtin`, `hf:OWNER/NAME`, a path or a comma list of paths names.
 
-    Raises `SpecError` for a path that is not there or holds no readable text, `UnsupportedHere` for a
-    packaged corpus that this installation cannot provide.
+    Nothing is fetched unless `online`. Raises `SpecError` for a path that is not there or holds no readable
+    text, `UnsupportedHere` for a corpus that this machine cannot provide.
     """
     if spec == "builtin":
         return Builtin()
-    name = spec.partition(":")[0]
-    if name in _PACKAGED or name == "hf":
-        package = _PACKAGED.get(name, "a local snapshot")
+    name, _, rest = spec.partition(":")
+    if name == "hf":
+        return _read_hub(spec, rest, online=online)
+    if name in _PACKAGED:
+        package = _PACKAGED[name]
         raise UnsupportedHere(
             f"corpus={spec} is not available here",
             why=f"reading {package} is not part of this version",
@@ -153,6 +167,16 @@ def open_corpus(spec: str) -> Corpus:
             id="RCQ-ENV-20",
         )
     return _read_local(spec)
+
+
+def corpus_meta(corpus: Corpus, *, repeats: bool) -> dict[str, Any]:
+    """Return the fields of a row that tell which text was used."""
+    return {
+        "corpus": corpus.name,
+        "corpus_kind": corpus.kind,
+        "corpus_sha256": corpus.sha256,
+        "repeats": repeats,
+    }
 
 
 def split_sentences(paragraph: str) -> list[str]:
@@ -198,6 +222,19 @@ def _read_local(spec: str) -> Local:
     if not texts:
         raise _refused(spec, "holds no text")
     return Local(spec, tuple(texts), tuple(stripped))
+
+
+def _read_hub(spec: str, name: str, *, online: bool) -> Local:
+    folder = snapshot(name, online=online, option=f"corpus={spec}")
+    rows = (
+        row
+        for file in split_files(folder)
+        for row in (parquet_texts(file) if file.suffix == ".parquet" else _books(file))
+    )
+    texts = tuple((f"{title}#{i}", text) for i, (title, raw) in enumerate(rows) if (text := normalise(raw)))
+    if not texts:
+        raise _refused(spec, "holds no text")
+    return Local(spec, texts, ())
 
 
 def _files(spec: str) -> list[Path]:

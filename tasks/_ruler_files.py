@@ -113,7 +113,8 @@ def _case(file: Questions, base: int, index: int, part: str) -> FileCase:
 @lru_cache(maxsize=2)
 def _squad(path: str) -> Questions:
     raw, tree = _read(path, "squad")
-    documents, questions = [], []
+    documents: list[str] = []
+    questions: list[Question] = []
     try:
         for article in tree["data"]:
             first = len(documents)

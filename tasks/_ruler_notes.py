@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
 from rcq_cli.protocols import PromptTokenizer, TaskRequest
-from rcq_cli.tasks._corpora import Corpus, open_corpus
-from rcq_cli.tasks._ruler_prompt import Part, corpus_meta
+from rcq_cli.tasks._corpora import Corpus, corpus_meta, open_corpus
+from rcq_cli.tasks._ruler_prompt import Part
 from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._units import Units
 from rcq_cli.tasks._words import adjectives, nouns

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from rcq_cli.errors import BrokenRun
 from rcq_cli.protocols import EncodedPrompt, PromptTokenizer, Sample, TaskRequest
-from rcq_cli.tasks._corpora import Corpus
 from rcq_cli.tasks._fitting import Secant, fill_floor, fit
 from rcq_cli.tasks._splitmix import SplitMix64, seed
 from rcq_cli.tasks._words import data, lexicon, words
@@ -146,16 +145,6 @@ class Part(ABC):
                     why=f"ruler/{self.part} built a prompt that is not what it planned",
                     id="RCQ-RUN-21",
                 )
-
-
-def corpus_meta(corpus: Corpus, *, repeats: bool) -> dict[str, Any]:
-    """Return the fields of a row that tell which text surrounds what was planted."""
-    return {
-        "corpus": corpus.name,
-        "corpus_kind": corpus.kind,
-        "corpus_sha256": corpus.sha256,
-        "repeats": repeats,
-    }
 
 
 def stems(rng: SplitMix64, syllables: tuple[int, ...]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from rcq_cli.engine.hook import (
     managed_layers,
 )
 from rcq_cli.engine.recorder import StepRecorder
+from rcq_cli.engine.scoring import Reference, TargetScores, prompt_nll
 from rcq_cli.errors import BrokenRun, UnsupportedHere
 from rcq_cli.protocols import (
     Completion,
@@ -37,6 +38,10 @@ from rcq_cli.protocols import (
     Needs,
     Sample,
 )
+from rcq_cli.recas.stages import StageTracker
+
+REFERENCE = "dense"
+"""The mode whose predictions the others are compared with."""
 
 
 @dataclass
@@ -52,6 +57,10 @@ class Prefill:
     """What was collected of its attention, for the modes that will build on it."""
     opened: dict[tuple[str, Any], list[LayerState]] = field(default_factory=dict)
     """Compressed states by mode and options, kept while further questions may need them."""
+    scored: tuple[float, float] | None = None
+    """Summed NLL of the prompt in nats and the tokens behind it, where it was asked for."""
+    references: dict[tuple[int, ...], Reference] = field(default_factory=dict)
+    """The dense model's predictions by targets."""
 
 
 class Engine:
@@ -75,36 +84,44 @@ class Engine:
             )
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], modes: Sequence[tuple[Mode, Any]] = ()) -> Prefill:
+    def prefill(
+        self, ids: Sequence[int], modes: Sequence[tuple[Mode, Any]] = (), *, score_prompt: bool = False
+    ) -> Prefill:
         """Run the prompt `ids` through the model, nothing compressed; raise `BrokenRun` on NaN logits.
 
         `modes` are the modes and their options that will build on it: what they need to know of its attention
-        is collected on the way, and nothing else.
+        is collected on the way, and nothing else. `score_prompt` also sums the NLL of the prompt's tokens.
         """
         asked = (needs_of(mode, options) for mode, options in modes)
         needs = tuple(need for need in asked if need is not None)
         cache = make_cache(self.model, len(ids))
         tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.model.device)
         self.hook.on_prefilled = ignore
-        self.hook.last_row_only = True
+        self.hook.last_row_only = not score_prompt
         self.hook.needs = needs
+        nll = 0.0
         started = time.perf_counter_ns()
         with attached(self.model, self.hook):
             for start in range(0, len(ids), self.loaded.prefill_chunk):
                 chunk = tokens[:, start : start + self.loaded.prefill_chunk]
-                logits = self.model(chunk, cache=cache, use_cache=True, logits_to_keep=1).logits
+                kept = 0 if score_prompt else 1  # 0 means all
+                logits = self.model(chunk, cache=cache, use_cache=True, logits_to_keep=kept).logits
+                if score_prompt:
+                    nll += prompt_nll(logits[0], ids[start + 1 : start + 1 + chunk.shape[1]])
         spent = time.perf_counter_ns() - started - collecting_ns(cache)
         self.hook.needs = ()
-        return Prefill(len(ids), spent, cache, _checked(logits), needs)
+        scored = (nll, float(len(ids) - 1)) if score_prompt else None
+        return Prefill(len(ids), spent, cache, _checked(logits), needs, scored=scored)
 
     @torch.inference_mode()
     def decode(
         self, prefill: Prefill, sample: Sample, mode: Mode, options: Any, *, audit: float = 0.0
     ) -> Decoded:
-        """Answer `sample` greedily under `mode`, starting from the prefill of its first `context_len` tokens.
+        """Answer `sample` under `mode`, starting from the prefill of its first `context_len` tokens.
 
-        `audit` is the share of steps whose true error is measured. Raises `BrokenRun` on NaN or infinite
-        logits.
+        The answer is greedy; of a sample with targets these are fed one by one and scored, also against the
+        dense model where `add_reference` was called. `audit` is the share of steps whose true error is
+        measured. Raises `BrokenRun` on NaN or infinite logits.
         """
         states, selection_ns = self._states(prefill, sample, mode, options)
         cache = fork_cache(prefill.cache)
@@ -113,38 +130,55 @@ class Engine:
         recorder = StepRecorder(self.layers, audit=audit, seed=sample.seed, certifies=mode.certifies)
         self.hook.on_step = recorder.record
         self.hook.last_row_only = False
-        question = sample.prompt_ids[sample.context_len :]
-        logits, first, steps_ns = prefill.logits, "", []
+        steps = _Steps(self.model, cache, recorder, follow_anew(states))
+        with attached(self.model, self.hook):
+            if sample.targets:
+                completion = self._forced(prefill, sample, steps, reference=mode.name == REFERENCE)
+            else:
+                completion = self._greedy(prefill, sample, steps)
+        return self._decoded(mode, prefill, steps, completion, selection_ns)
+
+    def add_reference(self, prefill: Prefill, sample: Sample) -> None:
+        """Keep the dense model's predictions for the targets of `sample`, unless they are there."""
+        if _targets(sample) not in prefill.references:
+            from rcq_cli.modes.dense import MODE, Options
+
+            mode: Any = MODE
+            self.decode(prefill, sample, mode, Options())
+
+    def _greedy(self, prefill: Prefill, sample: Sample, steps: _Steps) -> Completion:
+        """Return the answer of the likeliest token at each step."""
         output: list[int] = []
         stops = {*sample.stop_ids, *self.loaded.tokenizer.eos_ids}
         reason = "length"
-        with attached(self.model, self.hook):
-            pending: list[int] = list(question)
-            while True:
-                if pending:
-                    recorder.begin(len(pending))
-                    started = time.perf_counter_ns()
-                    raw = self.model(
-                        torch.tensor([pending], device=self.model.device),
-                        cache=cache,
-                        use_cache=True,
-                        logits_to_keep=1,
-                    ).logits
-                    spent = time.perf_counter_ns() - started - recorder.audit_ns
-                    logits = _checked(raw)
-                    if len(pending) == 1:
-                        steps_ns.append(spent)
-                    first = first or hashlib.sha256(logits.numpy().tobytes()).hexdigest()
-                token = int(logits.argmax())
-                output.append(token)
-                if token in stops:
-                    reason = "stop" if token in sample.stop_ids else "eos"
-                    break
-                if len(output) >= sample.max_new_tokens:
-                    break
-                pending = [token]
-        done = self._decoded(mode, prefill, cache, recorder, output, reason, steps_ns, first)
-        return replace(done, selection_ns=selection_ns)
+        question = sample.prompt_ids[sample.context_len :]
+        logits = steps.feed(question) if question else prefill.logits
+        while True:
+            token = int(logits.argmax())
+            output.append(token)
+            if token in stops:
+                reason = "stop" if token in sample.stop_ids else "eos"
+                break
+            if len(output) >= sample.max_new_tokens:
+                break
+            logits = steps.feed([token])
+        return Completion(tuple(output), self.loaded.tokenizer.decode(output), reason)
+
+    def _forced(self, prefill: Prefill, sample: Sample, steps: _Steps, *, reference: bool) -> Completion:
+        """Feed the targets and return their scores; the dense model's predictions are kept."""
+        targets = _targets(sample)
+        question = sample.prompt_ids[sample.context_len : len(sample.prompt_ids) - len(targets)]
+        dense = None if reference else prefill.references.get(targets)
+        scores = TargetScores(targets, reference=dense, keep=reference)
+        logits = steps.feed(question) if question else prefill.logits
+        for target in targets:
+            scores.add(logits)
+            # the last one predicts nothing that is scored, but every target takes one step under the mode
+            logits = steps.feed([target])
+        if reference:
+            prefill.references[targets] = scores.as_reference()
+        series = scores.series() | ({} if prefill.scored is None else {"prompt_nll": prefill.scored})
+        return Completion((), "", "length", series)
 
     def _states(
         self, prefill: Prefill, sample: Sample, mode: Mode, options: Any
@@ -154,7 +188,7 @@ class Engine:
         Further questions on one context fork what the first made. A prefill that was not told of this mode
         is repeated when the mode needs what was not collected.
         """
-        shared = sample.context_len < len(sample.prompt_ids)
+        shared = sample.context_len < len(sample.prompt_ids) - sample.targets
         key = (mode.name, options)
         if key in prefill.opened:
             return [state.fork() for state in prefill.opened[key]], 0
@@ -163,13 +197,14 @@ class Engine:
             again = self.prefill(sample.prompt_ids[: sample.context_len], ((mode, options),))
             prefill.cache, prefill.needs = again.cache, again.needs
         started = time.perf_counter_ns()
+        stages = self._stages(need, sample)
         states = []
         for layer in managed_layers(prefill.cache).values():
             assert layer.geometry is not None
             backend = choose_backend(self.backend_request, layer.geometry)
             self.backend_name = backend.name
             state = mode.open(layer.geometry, options, backend)
-            open_layer(state, layer, need)
+            open_layer(state, layer, need, stages)
             states.append(state)
         spent = time.perf_counter_ns() - started
         if need is not None and need.column_sums:
@@ -179,28 +214,29 @@ class Engine:
             return [state.fork() for state in states], spent
         return states, spent
 
+    def _stages(self, need: Needs | None, sample: Sample) -> StageTracker | None:
+        """Return the stages of the context for a mode that reads token ids, shared by all layers."""
+        if need is None or not need.token_ids:
+            return None
+        stages = StageTracker(lambda token: self.loaded.tokenizer.decode((token,)))
+        stages.read(sample.prompt_ids[: sample.context_len])
+        return stages
+
     def _decoded(
-        self,
-        mode: Mode,
-        prefill: Prefill,
-        cache: Any,
-        recorder: StepRecorder,
-        output: list[int],
-        reason: str,
-        steps_ns: list[int],
-        first: str,
+        self, mode: Mode, prefill: Prefill, steps: _Steps, completion: Completion, selection_ns: int
     ) -> Decoded:
-        text = self.loaded.tokenizer.decode(output)
-        states = [layer.state for layer in managed_layers(cache).values() if layer.state is not None]
-        held = total_bytes([state.bytes() for state in states], cache)
+        layers = managed_layers(steps.cache).values()
+        states = [layer.state for layer in layers if layer.state is not None]
+        held = total_bytes([state.bytes() for state in states], steps.cache)
         return Decoded(
-            completion=Completion(tuple(output), text, reason),
-            step_ns=tuple(steps_ns),
+            completion=completion,
+            step_ns=tuple(steps.ns),
             prefill_ns=prefill.ns,
-            steps=recorder.arrays(),
+            steps=steps.recorder.arrays(),
             bytes=held,
             engagement=engagement(mode.name, states, held),
-            first_logits_sha256=first,
+            first_logits_sha256=steps.first,
+            selection_ns=selection_ns,
         )
 
     def describe(self) -> dict[str, Json]:
@@ -213,8 +249,55 @@ class Engine:
         }
 
 
-def open_layer(state: LayerState, layer: ManagedLayer, need: Needs | None) -> None:
+class _Steps:
+    """The forward calls of one sample after its prefill: timed, certificates recorded."""
+
+    def __init__(
+        self, model: Any, cache: Any, recorder: StepRecorder, stages: StageTracker | None = None
+    ) -> None:
+        self.model, self.cache, self.recorder, self.stages = model, cache, recorder, stages
+        self.ns: list[int] = []
+        """Of calls with one token; auditing left out."""
+        self.first = ""
+        """Digest of the first logits."""
+
+    def feed(self, ids: Sequence[int]) -> Tensor:
+        """Return the float32 `[V]` logits after `ids`."""
+        self.recorder.begin(len(ids))
+        tokens = torch.tensor([list(ids)], device=self.model.device)
+        started = time.perf_counter_ns()
+        if self.stages is not None:
+            self.stages.read(ids)
+        raw = self.model(tokens, cache=self.cache, use_cache=True, logits_to_keep=1).logits
+        spent = time.perf_counter_ns() - started - self.recorder.audit_ns
+        logits = _checked(raw)
+        if len(ids) == 1:
+            self.ns.append(spent)
+        self.first = self.first or hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+        return logits
+
+
+def _targets(sample: Sample) -> tuple[int, ...]:
+    return tuple(sample.prompt_ids[len(sample.prompt_ids) - sample.targets :])
+
+
+def follow_anew(states: Sequence[LayerState]) -> StageTracker | None:
+    """Give the layers of one sample stages of its own, and return them; None for a mode without stages."""
+    stages: StageTracker | None = getattr(states[0], "stages", None)
+    if stages is None:
+        return None
+    twin = stages.fork()
+    for state in states:
+        state.follow(twin)  # type: ignore[attr-defined]  # there because the state has stages
+    return twin
+
+
+def open_layer(
+    state: LayerState, layer: ManagedLayer, need: Needs | None, stages: StageTracker | None = None
+) -> None:
     """Give a new state the prompt of `layer`, and what was seen of its attention to a mode that asks."""
+    if stages is not None:
+        state.follow(stages)  # type: ignore[attr-defined]  # there because the mode needs token ids
     state.prefill(*layer.collected())
     if need is not None:
         state.end_prefill(layer.statistics())  # type: ignore[attr-defined]  # there because the mode has needs

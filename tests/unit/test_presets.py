@@ -15,11 +15,17 @@ from rcq_cli.settings import load_preset, load_settings, preset_names
 class NeedleOptions:
     decoys: int | Literal["auto"] = "auto"
     payload: str = "digits"
+    gen: int = 48
 
 
 @dataclass(frozen=True)
 class RulerOptions:
     words: int = 3
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    target_tokens: int = 32
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,9 @@ class CertifiedOptions:
 
 def task(options, parts=("",), minimum=512, samples=None):
     sizes = samples or {"": 22, "smoke": 22, "ci": 110, "release": 550}
-    return SimpleNamespace(parts=parts, Options=options, minimum_ctx=minimum, default_samples=sizes)
+    return SimpleNamespace(
+        parts=parts, Options=options, minimum_ctx=minimum, default_samples=sizes, modes=("certified", "dense")
+    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ def entries(monkeypatch, tmp_path):
     tasks = {
         "niah": task(NeedleOptions),
         "ruler": task(RulerOptions, parts=("cwe", "vt"), minimum=1024, samples={"": 5, "ci": 20}),
-        "ppl": task(NoOptions, samples={"": 4}),
+        "ppl": task(TextOptions, samples={"": 4}),
         "recas-traces": task(NoOptions, minimum=0, samples={"": 1000, "smoke": 8}),
     }
     modes = {
@@ -95,7 +103,7 @@ def test_eval_without_flags_is_the_documented_default():
         "auto",
         "auto",
     )
-    assert spec.task_options == {"decoys": "auto", "payload": "digits"}
+    assert spec.task_options == {"decoys": "auto", "payload": "digits", "gen": 48}
     assert spec.mode_options == {"eps": 0.05, "block": 16}
     assert set(spec.origins.values()) == {"default"}
 
