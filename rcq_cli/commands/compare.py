@@ -51,6 +51,14 @@ Alpha = Annotated[str, typer.Option("--alpha", metavar="X", help="One-sided leve
 Cluster = Annotated[
     str, typer.Option("--cluster", metavar="auto|none", help="none: treat all samples as independent.")
 ]
+Match = Annotated[
+    str | None,
+    typer.Option(
+        "--match",
+        metavar="bytes=SHARE",
+        help="Give every mode with a budget the one that holds this share of a dense 16-bit cache.",
+    ),
+]
 MaxMissing = Annotated[
     str, typer.Option("--max-missing", metavar="N", help="Samples that only one run may hold.")
 ]
@@ -84,6 +92,7 @@ def command(
     alpha: Alpha = "0.025",
     cluster: Cluster = "auto",
     max_missing: MaxMissing = "0",
+    match: Match = None,
     executor: o.Executor = None,
     out: o.Out = None,
     resume: o.Resume = False,
@@ -103,15 +112,31 @@ def command(
     rules = _rules(given)
     words = tuple(names or ())
     folders = run_folders(words)
+    share = _share(match)
     asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
     if folders:
-        o.refuse_work({**asked, **({"dry_run": True} if dry_run else {})}, "for finished runs")
+        given_work = {"match": match, "dry_run": dry_run}
+        asked |= {name: value for name, value in given_work.items() if value}
+        o.refuse_work(asked, "for finished runs")
         return _judge(shell, [_stored(folders)], rules)
-    return _measure(shell, words, asked, rules, resume=resume, dry_run=dry_run)
+    return _measure(shell, words, asked, rules, share, resume=resume, dry_run=dry_run)
+
+
+def _share(match: str | None) -> float | None:
+    from rcq_cli.commands._match import parse_match
+
+    return parse_match(match)
 
 
 def _measure(
-    shell: Shell, words: tuple[str, ...], asked: dict[str, Json], rules: Rules, *, resume: bool, dry_run: bool
+    shell: Shell,
+    words: tuple[str, ...],
+    asked: dict[str, Json],
+    rules: Rules,
+    share: float | None,
+    *,
+    resume: bool,
+    dry_run: bool,
 ) -> int:
     from rcq_cli.commands import _run
     from rcq_cli.presets import resolve
@@ -124,6 +149,10 @@ def _measure(
             id="RCQ-USE-02",
         )
     _check_gates(plan, rules)
+    if share is not None:
+        from rcq_cli.commands._match import matched
+
+        plan = matched(plan, share)
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
 
