@@ -261,7 +261,7 @@ def test_tova_layer_keeps_one_set_for_all_heads():
     keys = layer.keys.rows.clone()
     layer.end_prefill(collector.result())
     mean = group_probabilities(queries[:, -1:], keys, DIM**-0.5)[:, 0].double().mean(0)
-    best = sorted(mean[:-1].argsort(descending=True)[:7].tolist()) + [29]
+    best = [*sorted(mean[:-1].argsort(descending=True)[:7].tolist()), 29]
     assert held(layer) == [best] * 3
 
 
