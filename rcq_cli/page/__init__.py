@@ -1,0 +1,1 @@
+"""Stored runs as one HTML file that opens offline."""

@@ -1,0 +1,413 @@
+"""The report: a document of results in, one self-contained HTML file out.
+
+Pure: the same document gives the same bytes. Nothing in the file is fetched from anywhere, and everything
+but sorting and switching reads without JavaScript.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from rcq_cli.page import svg
+from rcq_cli.reports import _columns
+from rcq_cli.reports.breakdown import REPORT as BREAKDOWN
+from rcq_cli.reports.breakdown import title_of
+from rcq_cli.reports.paired import REPORT as PAIRED
+from rcq_cli.reports.summary import REPORT as SUMMARY
+from rcq_cli.reports.timeline import REPORT as TIMELINE
+from rcq_cli.table import Cell, Column, Table, binary_bytes, decimal, share, significant, tokens
+
+Json = Any
+Record = Mapping[str, Json]
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+MAP_CELLS = 6000
+"""Heads drawn one by one over all runs; beyond that a map shows layers only."""
+POINTS = 240
+"""Steps a timeline draws; a longer one is gathered."""
+AXES = (
+    ("tier1", "tier 1 (device memory of the cache)"),
+    ("device", "device in all, scratch included"),
+    ("system", "device and host"),
+)
+
+
+def render(document: Record) -> str:
+    """Return the HTML of a report document (see `rcq_cli.page.content`)."""
+    sections = [section for section in _sections(document) if section[2]]
+    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections)
+    body = "".join(
+        f'<section id="{name}"><h2>{escape(title)}</h2>{inner}</section>' for name, title, inner in sections
+    )
+    island = json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    island = island.replace("<", "\\u003c")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(document['title'])}</title><style>{_file('page.css')}</style></head><body><main>"
+        f"<header><h1>{escape(document['title'])}</h1>"
+        f'<span class="soft">{escape(document["header"])}</span>'
+        '<span class="only-js"><button id="theme" type="button">light / dark</button></span></header>'
+        f"<nav>{links}</nav>{body}</main>"
+        f'<script type="application/json" id="data">{island}</script>'
+        f"<script>{_file('page.js')}</script></body></html>\n"
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files("rcq_cli.page").joinpath(name).read_text("utf-8")
+
+
+def _sections(document: Record) -> Iterator[tuple[str, str, str]]:
+    yield "verdict", "Verdict", _verdict(document)
+    yield "contract", "Contract", _contract(document)
+    yield "ledger", "Memory", _memory(document)
+    yield "phases", "Where a step's time goes", _phases(document)
+    yield "certificates", "Certificates", _certificates(document)
+    yield "accuracy", "Accuracy", _accuracy(document)
+    yield "pareto", "Memory against accuracy", _pareto(document)
+    yield (
+        "machine",
+        "Machine and software",
+        _across(document["contract"]["runs"], document["environment"], ""),
+    )
+    yield "data", "Raw data", _raw(document)
+
+
+# -- tables -------------------------------------------------------------------------------------------------
+
+
+def table_html(table: Table) -> str:
+    """Return a table with its title above and its notes below."""
+    parts = [f"<h3>{escape(table.title)}</h3>"] if table.title else []
+    if table.columns:
+        head = "".join(
+            f"<th{' class=right' if column.right else ''}>{escape(column.title)}</th>"
+            for column in table.columns
+        )
+        rows = "".join("<tr>" + "".join(map(_cell, cells, table.columns)) + "</tr>" for cells in table.rows)
+        parts.append(
+            f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        )
+    parts += [f'<p class="note">{escape(note)}</p>' for note in table.notes]
+    return "".join(parts)
+
+
+def _cell(cell: Cell, column: Column) -> str:
+    kind, _, level = cell.style.partition(":")
+    text = cell.text.strip()
+    if kind == "heat":
+        value = float(level)
+        style = f"background:{svg.colour(value)};color:{svg.ink(value)}"
+        return f'<td class="heat" style="{style}">{escape(text)}</td>'
+    if kind == "spark":
+        text, kind = "".join(chr(0x2581 + int(c)) if c in "01234567" else " " for c in text), ""
+    classes = " ".join(filter(None, ("right" if column.right else "", kind)))
+    return f'<td class="{classes}">{escape(text)}</td>' if classes else f"<td>{escape(text)}</td>"
+
+
+# -- sections -----------------------------------------------------------------------------------------------
+
+
+def _verdict(document: Record) -> str:
+    chips = [_pair_chip(pair) for pair in document["pairs"]]
+    chips += [chip for cell in document["cells"] if (chip := _certificate_chip(cell))]
+    chips += [_chip("doubt", "not compared", why) for why in document["refusals"]]
+    chips += [
+        _chip("bad", "problem", problem["what"]) for problem in document["problems"] if problem["code"] != 4
+    ]
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in document["notes"])
+    return f'<div class="strip">{"".join(chips)}</div>{notes}'
+
+
+def _chip(kind: str, head: str, rest: str) -> str:
+    return f'<div class="chip {kind}"><b>{escape(head)}</b>{escape(rest)}</div>'
+
+
+def _pair_chip(pair: Record) -> str:
+    verdict = str(pair.get("verdict") or "-")
+    kind = {"pass": "good", "fail": "bad", "inconclusive": "doubt"}.get(verdict, "")
+    what = f"{pair['candidate']} against {pair['reference']}, {_columns.place(pair)}"
+    change = (
+        f"difference {decimal(pair['difference'], sign=True)}" if pair.get("difference") is not None else ""
+    )
+    return _chip(kind, f"{verdict.upper()} {what}", ", ".join(filter(None, (change, f"n = {pair.get('n')}"))))
+
+
+def _certificate_chip(cell: Record) -> str:
+    found = cell.get("certificates")
+    if not found:
+        return ""
+    place = f"{cell['mode']}, {_columns.place(cell)}"
+    if found["violations"]:
+        what = f"{found['violations']} of {found['audited']} audited head-steps are above their bound"
+        return _chip("bad", f"CERTIFICATE VIOLATED {place}", what)
+    if not found["audited"]:
+        return _chip("", f"not audited {place}", f"{found['head_steps']} head-steps bounded")
+    rest = f"0 violations in {found['audited']} audits: at most {significant(3 / found['audited'], 2)} at 95%"
+    return _chip("good", f"certificates hold {place}", rest)
+
+
+def _contract(document: Record) -> str:
+    contract = document["contract"]
+    if not contract["runs"]:
+        return ""
+    rows = tuple((Cell(name), Cell(_short(value))) for name, value in contract["common"].items())
+    same = table_html(Table("", (Column("field"), Column("value")), rows))
+    count = f"{len(rows)} fields are the same in all {len(contract['runs'])} runs"
+    return _across(contract["runs"], contract["differing"], "differs between runs") + _folded(count, same)
+
+
+def _folded(name: str, inner: str) -> str:
+    return f"<details><summary>{escape(name)}</summary>{inner}</details>"
+
+
+def _across(runs: Sequence[str], fields: Mapping[str, Sequence[Json]], title: str) -> str:
+    """Return a table with a column per run, or, where there are many, a row per value and its runs."""
+    if not fields:
+        return ""
+    if len(runs) <= 3:
+        columns = (Column("field"), *(Column(name) for name in runs))
+        rows = [(Cell(name), *(Cell(_short(v)) for v in values)) for name, values in fields.items()]
+        return table_html(Table(title, columns, tuple(rows)))
+    rows = []
+    for name, values in fields.items():
+        places: dict[str, list[str]] = {}
+        for run, value in zip(runs, values, strict=True):
+            places.setdefault(_short(value), []).append(run)
+        for value, found in places.items():
+            where = "all runs" if len(found) == len(runs) else ", ".join(found)
+            rows.append((Cell(name), Cell(value), Cell(where, "faint")))
+    return table_html(Table(title, (Column("field"), Column("value"), Column("runs")), tuple(rows)))
+
+
+def _short(value: Json) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    if len(text) >= 40 and not text.strip("0123456789abcdef"):
+        return f"{text[:12]}..."
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _memory(document: Record) -> str:
+    bars = []
+    for cell in document["cells"]:
+        held = cell.get("bytes")
+        if not held:
+            continue
+        parts = {
+            "codes, keys and values": held["device"] - held["metadata"],
+            "metadata": held["metadata"],
+            "scratch": held["scratch"],
+            "host": held["host"],
+        }
+        segments = [svg.Segment(name, size, binary_bytes(size)) for name, size in parts.items() if size]
+        dense = held["dense_equivalent"]
+        outline = svg.Segment("a dense cache of 16-bit elements", dense, binary_bytes(dense))
+        total = f"tier 1 {binary_bytes(held['device'])}"
+        bars.append(svg.Bar(f"{cell['mode']}, {_columns.place(cell)}: {total}", segments, outline))
+    if not bars:
+        return ""
+    about = (
+        "bytes held at the end of a sample, by kind; the dashed outline is a dense cache of 16-bit elements"
+    )
+    drawn = svg.stacked(bars, about)
+    return f'<p class="soft">{escape(about.capitalize())}.</p>{drawn}{table_html(_memory_table(document))}'
+
+
+def _memory_table(document: Record) -> Table:
+    columns = (
+        Column("cell"),
+        Column("mode"),
+        *(Column(name, right=True) for name in ("tier 1", "device in all", "system in all", "dense 16 bit")),
+    )
+    rows = []
+    for cell in document["cells"]:
+        held = cell.get("bytes")
+        if held:
+            dense = held["dense_equivalent"]
+            shown = (
+                f"{binary_bytes(size)} ({share(size / dense)})" if dense else binary_bytes(size)
+                for size in axis_bytes(held).values()
+            )
+            rows.append(
+                (
+                    Cell(_columns.place(cell)),
+                    Cell(cell["mode"]),
+                    *(Cell(text) for text in shown),
+                    Cell(binary_bytes(dense)),
+                )
+            )
+    return Table("", columns, tuple(rows))
+
+
+def axis_bytes(held: Record) -> dict[str, int]:
+    """Return the three totals that belong together."""
+    return {
+        "tier1": held["device"],
+        "device": held["device"] + held["scratch"],
+        "system": held["device"] + held["scratch"] + held["host"],
+    }
+
+
+def _phases(document: Record) -> str:
+    if not document["profiles"]:
+        return ""
+    bars = []
+    for cell in document["profiles"]:
+        mean = cell["step_ms"]["mean"]
+        segments = [
+            svg.Segment(
+                row["name"], row["share"] * mean, f"{share(row['share'])}, p50 {row['p50_ms']:.3g} ms"
+            )
+            for row in cell["phases"]
+            if row["share"]
+            if row["p50_ms"] is not None
+        ]
+        dense = (cell.get("dense_step_ms") or {}).get("p50")
+        outline = svg.Segment("dense, median step", dense, f"{dense:.3g} ms") if dense else None
+        bars.append(svg.Bar(f"{title_of(cell)}: mean step {mean:.3g} ms", segments, outline))
+    drawn = svg.stacked(bars, "time of a decode step by phase; the dashed outline is a dense step")
+    tables = BREAKDOWN.tables({"cells": document["profiles"]})
+    # the bar of letters is for terminals
+    return drawn + "".join(table_html(t) for t in tables if not (t.notes and t.notes[0].startswith("[")))
+
+
+def _certificates(document: Record) -> str:
+    heads = sum(len(layer["heads"]) for shown in document["traces"] for layer in shown["map"])
+    parts = []
+    for shown in document["traces"]:
+        series, worst = TIMELINE.tables(shown)[0], TIMELINE.tables(shown)[2]
+        drawn = _timeline(shown) + _map(shown, each=heads <= MAP_CELLS)
+        parts.append(table_html(Table(series.title, (), (), series.notes)) + drawn + table_html(worst))
+    if parts:
+        told = "A certificate holds for one head and step of one attention output, not for the text."
+        parts.append(f'<p class="note">{told}</p>')
+    return "".join(parts)
+
+
+def _timeline(shown: Record) -> str:
+    rows = shown["series"]
+    size = max(1, -(-len(rows) // POINTS))
+    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    def largest(name: str) -> list[float | None]:
+        return [max((r[name] for r in group if r[name] is not None), default=None) for group in groups]
+
+    shares = []
+    for group in groups:
+        counts = [sum(column) for column in zip(*(row["rungs"] for row in group), strict=True)]
+        shares.append([count / (sum(counts) or 1) for count in counts])
+    lines = (
+        svg.Line("relative bound, largest", largest("bound_max"), "line a"),
+        svg.Line("relative bound, median", largest("bound_p50"), "line b"),
+        svg.Line("relative true error, largest", largest("error_max"), "dots"),
+    )
+    marks = [i for i, group in enumerate(groups) if any(row["violations"] for row in group)]
+    limit = None if not shown.get("eps") else ("eps", float(shown["eps"]))
+    band = svg.Band([f"rung {rung}" for rung in range(5)], shares)
+    steps = [group[0]["step"] for group in groups]
+    return svg.timeline(
+        steps, lines, band, limit, marks, "relative bound and true error over decode steps, rungs below"
+    )
+
+
+def _map(shown: Record, *, each: bool) -> str:
+    rows = []
+    for layer in shown["map"]:
+        counts = layer["rungs"]
+        if not each:
+            counts = [[sum(column) for column in zip(*counts, strict=True)]]
+        cells = [
+            _map_cell(f"layer {layer['layer']}, head {head}", entry)
+            for head, entry in zip(layer["heads"] if each else ["all"], counts, strict=True)
+        ]
+        rows.append((f"L{layer['layer']}", cells))
+    columns = [str(head) for head in shown["map"][0]["heads"]] if each else ["all heads"]
+    about = "highest rung of each query head; the colour is the share of its head-steps above rung 0"
+    return f'<p class="soft">{escape(about.capitalize())}.</p>' + svg.grid(rows, columns, about, 20)
+
+
+def _map_cell(place: str, counts: Sequence[int]) -> svg.GridCell:
+    total = sum(counts) or 1
+    top = max((rung for rung, count in enumerate(counts) if count), default=0)
+    told = ", ".join(f"rung {rung}: {share(count / total)}" for rung, count in enumerate(counts) if count)
+    return svg.GridCell(1 - counts[0] / total, str(top), f"{place}: {told}")
+
+
+def _accuracy(document: Record) -> str:
+    tables = list(SUMMARY.tables(document)) if document["cells"] else []
+    if document["pairs"]:
+        tables += PAIRED.tables(document)
+    return "".join(map(table_html, tables)) + "".join(map(_heat, document["heatmaps"]))
+
+
+def _heat(found: Record) -> str:
+    columns = [tokens(ctx) for ctx in found["contexts"]]
+    rows = [
+        (
+            f"{row['depth']:g}%",
+            [
+                None
+                if cell is None
+                else svg.GridCell(
+                    cell["score"],
+                    f"{cell['score']:.2f}",
+                    f"depth {row['depth']:g}%, {name}: {cell['score']:.3f}, n = {cell['n']}, "
+                    f"95% [{cell['ci'][0]:.2f}, {cell['ci'][1]:.2f}]",
+                )
+                for name, cell in zip(columns, row["cells"], strict=True)
+            ],
+        )
+        for row in found["rows"]
+    ]
+    about = f"score by needle depth and context, {found['mode']}"
+    return f"<h3>{escape(about)}</h3>" + svg.grid(rows, columns, about)
+
+
+def _pareto(document: Record) -> str:
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for cell in document["cells"]:
+        usable = cell.get("bytes") and cell.get("score") is not None and cell["bytes"]["dense_equivalent"]
+        if usable and cell.get("higher_is_better", True):
+            groups.setdefault((_columns.place(cell), cell["metric"]), []).append(cell)
+    parts = []
+    for (place, metric), cells in groups.items():
+        if len(cells) < 2:
+            continue
+        parts.append(f"<h3>{escape(place)}</h3>")
+        for axis, name in AXES:
+            drawn = svg.pareto(_points(cells, axis), f"{name}, of dense", metric, f"{metric} against {name}")
+            parts.append(f'<div data-axis="{axis}">{drawn}</div>')
+    if not parts:
+        return ""
+    buttons = "".join(
+        f'<button type="button" data-show="{axis}">{escape(name)}</button>' for axis, name in AXES
+    )
+    return f'<div class="only-js">{buttons}</div>' + "".join(parts)
+
+
+def _points(cells: Sequence[Record], axis: str) -> list[svg.Point]:
+    places = {
+        str(i): (axis_bytes(c["bytes"])[axis] / c["bytes"]["dense_equivalent"], c["score"])
+        for i, c in enumerate(cells)
+    }
+    front = svg.frontier(places)
+    points = []
+    for i, cell in enumerate(cells):
+        x, y = places[str(i)]
+        low, high = cell.get("score_ci") or (y, y)
+        points.append(svg.Point(cell["mode"], x, y, low, high, str(i) in front))
+    return points
+
+
+def _raw(document: Record) -> str:
+    runs = tuple(
+        (Cell(run["name"]), Cell(run["status"]), Cell(run["digest"][:12])) for run in document["runs"]
+    )
+    columns = (Column("run folder"), Column("status"), Column("spec digest"))
+    told = "Every number above stands as JSON in the element with the id data of this file."
+    return f'{table_html(Table("", columns, runs))}<p class="note">{told}</p>'
