@@ -95,7 +95,7 @@ class RecasTraces:
         del request, tokenizer
         return iter(())
 
-    def answer(self, sample: Sample, options: Options, mode: Mode, mode_options: Any) -> Completion:
+    def answer(self, sample: Sample, options: Any, mode: Mode, mode_options: Any) -> Completion:
         """Run the policy of `mode` over the trace; the text holds the metrics as JSON."""
         trace = draw_trace(sample.meta["trace"], sample.seed, options.recipe())
         found = measure(trace, policy_of(mode.name, mode_options))
@@ -107,7 +107,7 @@ class RecasTraces:
         found: dict[str, float] = json.loads(completion.text)
         return found
 
-    def timed(self, scores: Sequence[Mapping[str, float]], options: Options) -> dict[str, float]:
+    def timed(self, scores: Sequence[Mapping[str, float]], options: Any) -> dict[str, float]:
         """Return the time of one decode layer at the mean shares of `scores`, sparse and full, in ms."""
         if not options.latency or not scores:
             return {}

@@ -78,6 +78,7 @@ class RecasLayer:
         self.history = TokenHistory(heads)
         self.worth = torch.zeros(heads, 0)
         self.evicted_history = torch.zeros(heads)
+        self.active = torch.zeros(heads, 0, dtype=torch.bool)
         self.stages: StageTracker | None = None
         self.transitions = self.stages_since_probe = 0
         self.controller = Controller(0, options.minimum)
@@ -110,6 +111,8 @@ class RecasLayer:
         self.positions.extend(fresh.expand(keys.shape[0], count))
         self.history.grow(count)
         self.worth = torch.cat((self.worth, torch.zeros(keys.shape[0], count)), 1)
+        # what is newer than the last choice is read
+        self.active = torch.cat((self.active, torch.ones(keys.shape[0], count, dtype=torch.bool)), 1)
 
     def end_prefill(self, seen: Statistics | None) -> None:
         """Fix the budget and evict by the last rows of the prompt; without them wait for the first query."""
@@ -184,13 +187,15 @@ class RecasLayer:
             self._judge(one_row(query, self.kept[0].rows, self.geometry.scale))
         self.steps += 1
         self.since_eviction += 1
-        reading = self._controlled(groups)
+        reading = self._controlled(
+            groups, choose=self.steps % self.options.refresh == 1 % self.options.refresh
+        )
         output = reading.output
         self._after(groups, reading)
         return Step(store(output, self.dtype)[0].flatten(0, 1), None)
 
-    def _read(self, groups: Tensor) -> Reading:
-        """Choose what is read of the kept tokens, and read it."""
+    def _read(self, groups: Tensor, *, choose: bool) -> Reading:
+        """Read the kept tokens that were last chosen for it, or choose anew."""
         keys, values = (slab.rows.double() for slab in self.kept)
         scores = (groups @ keys.transpose(1, 2)) * self.geometry.scale
         mean = scores.mean(1)
@@ -198,8 +203,12 @@ class RecasLayer:
         standard = utility.standard_scores(mean)
         ranked = selector.sparse_scores(standard, worth, self.options.active_utility)
         weights = scores.softmax(-1)
-        always = self._protected(self._index())
-        read = selector.covering(ranked, weights.mean(1), 1 - self.options.active_loss, always)
+        index = self._index()
+        if choose:
+            share, always = 1 - self.options.active_loss, self._protected(index)
+            chosen = selector.covering(ranked, weights.mean(1), share, always)
+            self.active = self.active.scatter(1, index, chosen)
+        read = self.active.gather(1, index)
         used = torch.where(read[:, None], weights, 0.0)
         used = used / used.sum(-1, keepdim=True)
         self.scratch_bytes = max(self.scratch_bytes, 8 * (2 * keys.numel() + 3 * scores.numel()))
@@ -235,9 +244,9 @@ class RecasLayer:
             for head in range(read.shape[0])
         ]
 
-    def _controlled(self, groups: Tensor) -> Reading:
+    def _controlled(self, groups: Tensor, *, choose: bool) -> Reading:
         """Read, and widen what is kept while the calibrated estimate of the loss is too large."""
-        reading = self._read(groups)
+        reading = self._read(groups, choose=choose)
         if not self.options.adapt or len(self.calibrator.residuals) < LEAST_PROBES:
             return reading
         found = [reading]
@@ -245,7 +254,7 @@ class RecasLayer:
         def mass(budget: int) -> float:
             if budget > self._index().shape[1]:
                 self._readmit(budget)
-                found.append(self._read(groups))
+                found.append(self._read(groups, choose=True))
             return max(self.calibrator.upper(value) for value in self._estimates(found[-1]))
 
         decision = self.controller.step(mass, self._allowed(reading), self.tokens)
@@ -257,12 +266,9 @@ class RecasLayer:
 
     def _estimates(self, reading: Reading) -> list[float]:
         """Return the estimated mass outside what was read, per KV head; 0 where nothing is outside."""
-        return [
-            0.0
-            if bool(row.all()) and row.numel() == self.tokens
-            else self.estimator.estimate(features) or 0.0
-            for row, features in zip(reading.read, reading.features, strict=True)
-        ]
+        if reading.read.shape[1] == self.tokens and bool(reading.read.all()):
+            return [0.0] * len(reading.features)
+        return [self.estimator.estimate(features) or 0.0 for features in reading.features]
 
     def _allowed(self, reading: Reading) -> float:
         """Return the smallest mass over all heads that may be left out under `eps`."""
@@ -328,7 +334,7 @@ class RecasLayer:
         twin = RecasLayer(self.geometry, self.options, self.backend)
         twin.originals = tuple(slab.fork() for slab in self.originals)
         twin.kept, twin.positions = tuple(slab.fork() for slab in self.kept), self.positions.fork()
-        twin.history, twin.worth = self.history.fork(), self.worth
+        twin.history, twin.worth, twin.active = self.history.fork(), self.worth, self.active
         twin.stages, twin.transitions = self.stages, self.transitions
         twin.evicted_history, twin.evicted = self.evicted_history, self.evicted
         twin.controller.budget, twin.ended, twin.waiting = self.controller.budget, self.ended, self.waiting
@@ -372,9 +378,7 @@ class Recas:
     """Eviction and sparse reads under a calibrated estimate."""
 
     name = "recas"
-    summary = (
-        "keeps tokens by compatibility, history and stage evidence; reads a part; loss estimated by probes"
-    )
+    summary = "stage-aware eviction and sparse reads; the loss is estimated, calibrated by probes"
     label = "calibrated"
     certifies = False
     Options = Options
