@@ -233,11 +233,12 @@ def with_last(index: Tensor, last: int, slots: int) -> Tensor:
 
 def gathered(tensor: Tensor, index: Tensor) -> Tensor:
     """Return `[H, k, ...]` rows of `[H, n, ...]` chosen by `[H, k]`."""
-    wide = index.reshape(index.shape + (1,) * (tensor.ndim - 2)).expand(-1, -1, *tensor.shape[2:])
-    return tensor.gather(1, wide)
+    # whole rows at a time: torch's gather looks up every element
+    first = torch.arange(tensor.shape[0], device=index.device)[:, None] * tensor.shape[1]
+    return tensor.flatten(0, 1).index_select(0, (index + first).flatten()).unflatten(0, index.shape)
 
 
 def _gather(slab: Slab, index: Tensor, room: int) -> None:
-    kept = slab.data.new_empty(slab.data.shape[0], index.shape[1] + room, *slab.data.shape[2:])
-    kept[:, : index.shape[1]] = gathered(slab.rows, index)
-    slab.data, slab.length = kept, index.shape[1]
+    # free slots hold a copy of the last row until they are written
+    padded = torch.cat((index, index[:, -1:].expand(-1, room)), 1)
+    slab.data, slab.length = gathered(slab.data, padded), index.shape[1]

@@ -3,7 +3,7 @@
 low = min, s = (max - low) / (2^b - 1), both rounded to the dtype of metadata first, s = 1 where that gives 0;
 then q = clamp(round((x - low) / s), 0, 2^b - 1), half to even, and x' = q * s + low. With float32 metadata
 |x - x'| <= s / 2 up to rounding; with float16 no such bound is claimed, and what exceeds its range saturates.
-A group is encoded once. Codes are packed along the group, the first element in the lowest bits.
+A group is encoded once. Codes are packed along channels, the first in the lowest bits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ CHUNK_ELEMENTS = 2**18
 
 
 class Encoded(NamedTuple):
-    """Groups along the last dimension."""
+    """Groups along one dimension."""
 
     codes: Tensor
-    """uint8 `[..., n]`, not packed."""
+    """uint8, shaped like what was encoded; not packed."""
     scale: Tensor
-    """`[...]`"""
+    """The same without the dimension of the groups."""
     low: Tensor
-    """`[...]`"""
 
 
-def encode(groups: Tensor, bits: int, meta: torch.dtype) -> Encoded:
-    """Encode `[..., n]` groups to `bits` bits."""
-    x, limit, levels = groups.float(), torch.finfo(meta).max, 2**bits - 1
-    least, most = x.aminmax(dim=-1)
+def encode(x: Tensor, bits: int, meta: torch.dtype, dim: int = -1) -> Encoded:
+    """Encode groups along `dim` to `bits` bits."""
+    x, limit, levels = x.float(), torch.finfo(meta).max, 2**bits - 1
+    least, most = x.amin(dim), x.amax(dim)
     scale = ((most - least) / levels).clamp_max(limit).to(meta)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     low = least.clamp(-limit, limit).to(meta)
-    codes = ((x - low.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, levels)
+    codes = ((x - low.float().unsqueeze(dim)) / scale.float().unsqueeze(dim)).round_().clamp_(0, levels)
     return Encoded(codes.to(torch.uint8), scale, low)
 
 
@@ -101,7 +100,8 @@ class CodedRows:
     def __init__(self, heads: int, dim: int, layout: Layout, device: Any) -> None:
         self.layout, self.shape = layout, (heads, dim)
         groups = dim if layout.per_channel else dim // layout.size
-        self.codes = Slab(heads, (groups, layout.size * layout.bits // 8), torch.uint8, device)
+        shape = (layout.size, dim) if layout.per_channel else (groups, layout.size)
+        self.codes = Slab(heads, (shape[0], shape[1] * layout.bits // 8), torch.uint8, device)
         self.scale, self.low = (Slab(heads, (groups,), layout.meta, device) for _ in range(2))
 
     @property
@@ -120,10 +120,10 @@ class CodedRows:
         for first in range(0, rows.shape[1], step):
             part = rows[:, first : first + step]
             if self.layout.per_channel:
-                groups = part.unflatten(1, (-1, self.unit)).transpose(2, 3)
+                groups, dim = part.unflatten(1, (-1, self.unit)), 2
             else:
-                groups = part.unflatten(2, (-1, self.layout.size))
-            codes, scale, low = encode(groups, self.layout.bits, self.layout.meta)
+                groups, dim = part.unflatten(2, (-1, self.layout.size)), 3
+            codes, scale, low = encode(groups, self.layout.bits, self.layout.meta, dim)
             for slab, new in (
                 (self.codes, pack(codes, self.layout.bits)),
                 (self.scale, scale),
@@ -140,8 +140,10 @@ class CodedRows:
         """Return tokens `[start, stop)`, multiples of `unit`, as float32 `[Hkv, n, D]`."""
         span = slice(start // self.unit, stop // self.unit)
         packed, scale, low = (slab.rows[:, span] for slab in (self.codes, self.scale, self.low))
-        values = decode(unpack(packed, self.layout.bits), scale, low)
-        return values.transpose(2, 3).flatten(1, 2) if self.layout.per_channel else values.flatten(2)
+        codes = unpack(packed, self.layout.bits)
+        if not self.layout.per_channel:
+            return decode(codes, scale, low).flatten(2)
+        return codes.float().mul_(scale.float()[:, :, None]).add_(low.float()[:, :, None]).flatten(1, 2)
 
     def fork(self) -> CodedRows:
         """Return a copy that shares what is encoded."""

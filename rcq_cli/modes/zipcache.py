@@ -146,8 +146,8 @@ def make_segment(keys: Tensor, values: Tensor, saliency: Tensor, share: float) -
 
 
 def _encode_keys(keys: Tensor, bits: int) -> SubsetKeys:
-    codes, scale, low = encode(keys.transpose(1, 2), bits, META)
-    return SubsetKeys(bits, pack(codes.transpose(1, 2), bits), scale, low)
+    codes, scale, low = encode(keys, bits, META, dim=1)
+    return SubsetKeys(bits, pack(codes, bits), scale, low)
 
 
 def _encode_values(values: Tensor, factor: Tensor, bits: int) -> SubsetValues:
