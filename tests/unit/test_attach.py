@@ -64,7 +64,7 @@ def test_dense_and_certified_give_the_tokens_of_the_plain_model_over_two_calls(f
     model = tiny(config, **changes)
     prompts = (prompt(60), prompt(9, seed=2))
     expected = [model.generate(ids, **GREEDY) for ids in prompts]
-    assert len(set(expected[0][0, 60:].tolist())) > 3
+    assert len(set(expected[0][0, 60:].tolist())) >= 3
     for mode, options in (("dense", {}), ("certified", SMALL)):
         with attach(model, mode, **options) as session:
             for ids, tokens in zip(prompts, expected, strict=True):

@@ -153,6 +153,30 @@ def test_a_block_far_below_the_maximum_counts_when_its_score_error_can_lift_it(g
         assert share <= variation <= 1
 
 
+def test_a_light_token_going_up_while_the_heavy_one_goes_down_is_covered():
+    """The normaliser falls to 0.39 here: a bound that took it for 1 would be too small."""
+    for share in (0.001, 0.02, 0.1):
+        values = np.array([[1.0, 0.0], [-1.0, 0.0]])
+        x = Instance(np.log([share, 1 - share]), np.arange(2), np.ones(2), np.zeros(2, bool), values)
+        _, output = used_output(x)
+        bound, _ = joint_bound(x, output)
+        p = exact_weights(x, np.array([1.0, -1.0]))
+        assert np.linalg.norm(p @ values - output) <= bound
+
+
+def test_weights_that_were_flushed_to_zero_count_with_what_their_scores_may_hide():
+    """A block of no mass at all at exp(-157) in float32 may truly hold everything when scores err by 277."""
+    log_weight = f64([0.0, -np.inf])
+    log_flushed = f64([-np.inf, math.log(4 * 2.0**-126)])
+    m = Masses(log_weight, 2 * log_weight, log_flushed, torch.tensor([False, False]))
+    terms = key_terms(m, f64([1e-6, 277.0]))
+    radius = f64([0.0, 16.0])
+    bound = min(
+        float(key_split(terms, radius, f64(0.0), f64(256.0)).value()), 32 * float(terms.total_variation)
+    )
+    assert 16.0 <= bound <= 32.1
+
+
 @pytest.mark.parametrize("size", [800.0, 1e4, 1e30])
 def test_bounds_stay_finite_and_cover_when_every_error_bound_is_enormous(size):
     x = random_instance(3, skip=True, size=size)

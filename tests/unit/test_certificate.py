@@ -263,6 +263,27 @@ def test_queries_aimed_at_the_residuals_of_the_keys_do_not_beat_the_bound(backen
 
 
 @backends
+def test_an_open_tail_far_from_all_other_values_counts_in_the_bound(backend):
+    """The radius of values must span the tail: mass moves between it and the coded blocks."""
+    dim, tokens = 32, 70
+    keys, values = (
+        draw("normal", (1, tokens, dim), "float32", 1),
+        draw("normal", (1, tokens, dim), "float32", 2),
+    )
+    values[:, 64:] += 1e4
+    cache = make(backend, head_dim=dim, eps=1.0, block=8, skip=False, explore=0.0, rounds=0)
+    cache.prefill(keys[:, :64], values[:, :64])
+    cache.prefill(keys[:, 64:], values[:, 64:])
+    residual, ratios = key_residuals(cache, keys), []
+    for aim in (residual.sum(0), residual[16:24].sum(0), residual[int(residual.norm(dim=1).argmax())]):
+        for strength in (0.3, 3.0, 30.0):
+            query = (strength * dim**0.5 * aim / aim.norm())[None].float()
+            step = cache.attend(query)
+            ratios.append(float(check(step, attention(query, keys, values, dim**-0.5), 1.0).max()))
+    assert max(ratios) > 0.01
+
+
+@backends
 def test_weights_aimed_at_the_residuals_of_the_values_come_close_to_the_bound_and_stay_below(backend):
     """Keys are distinct one-hot rows times a large number, so that a query picks any weights it likes."""
     dim = tokens = 32
@@ -334,6 +355,21 @@ def test_scores_beyond_float32_are_exact_to_the_digit_that_matters(backend, dtyp
 
 
 @backends
+def test_scores_that_cancel_lose_digits_and_the_bound_knows_how_many(backend):
+    """Summands of 1e12 cancel to scores near 1: every key is exact here, so rounding alone is at stake."""
+    keys, query = draw("normal", (1, 40, 16), "float32", 1), draw("normal", (1, 16), "float32", 2)
+    keys[..., 0] = keys[..., 15] = 1.234567e6
+    query[:, 0], query[:, 15] = 1.0e6, -1.0e6
+    values = draw("normal", (1, 40, 16), "float32", 3)
+    cache = make(backend, eps=0.5, block=16, skip=False)
+    cache.prefill(keys, values)
+    step = cache.attend(query)
+    ratio = check(step, attention(query, keys, values, 0.25), 0.5)
+    assert step.certificate.promoted_key_blocks.tolist() == [2]
+    assert ratio.max() > 1e-4
+
+
+@backends
 def test_one_token_of_all_and_thousands_of_tokens_of_next_to_none(backend):
     """One weight 1 and 4000 weights near 2^-24: what a running float32 sum would lose."""
     keys = torch.zeros(1, 4001, 16)
@@ -356,6 +392,28 @@ def test_equal_weights_over_many_tokens_with_cancelling_values(backend):
         cache.prefill(keys, values)
         step = cache.attend(query)
         check(step, attention(query, keys, values, 0.25), 0.1 if denominator == "out" else None)
+
+
+@backends
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_opens_at_the_limit_and_not_before(backend, dtype):
+    """Without rounds and skipping the bound does not depend on eps, so eps can be put on either side."""
+    query, keys, values = (t.to(DTYPES[dtype]) for t in head_like_a_model(tokens=200, dim=32, group=1))
+
+    def attend(eps):
+        cache = make(backend, head_dim=32, dtype=dtype, eps=eps, block=16, rounds=0, skip=False, explore=0.0)
+        cache.prefill(keys, values)
+        return cache.attend(query).certificate
+
+    loose = attend(1.0)
+    assert not bool(loose.exact)
+    needed = float(loose.total_bound / (loose.output_norm - loose.total_bound))
+    for factor in (0.5, 0.8, 0.95, 0.999):
+        assert bool(attend(needed * factor).exact)
+    for factor in (1.001, 1.05, 1.3):
+        same = attend(needed * factor)
+        assert not bool(same.exact)
+        assert torch.equal(same.total_bound, loose.total_bound)
 
 
 @backends
