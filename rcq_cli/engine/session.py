@@ -30,6 +30,7 @@ from rcq_cli.engine.hook import (
 from rcq_cli.engine.recorder import StepRecorder
 from rcq_cli.errors import SpecError
 from rcq_cli.protocols import LayerBytes, Mode
+from rcq_cli.recas.stages import StageTracker
 
 _checked: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 _REFUSED = (
@@ -125,6 +126,9 @@ class _Call:
         self.layers = tuple(managed_layers(self.cache))
         certifies = session.mode.certifies
         self.recorder = StepRecorder(self.layers, audit=0.0, seed=self.number, certifies=certifies)
+        self.need = needs_of(session.mode, session.options)
+        # the model alone does not know the text of its ids: units are blocks, links still follow the ids
+        self.stages = StageTracker() if self.need is not None and self.need.token_ids else None
         self.started = 0
 
     def on_prefilled(self, layer: ManagedLayer) -> None:
@@ -133,7 +137,7 @@ class _Call:
         backend = choose_backend(self.session.backend, layer.geometry)
         self.session.backend_name, self.session._dtype = backend.name, layer.geometry.dtype
         state = self.session.mode.open(layer.geometry, self.session.options, backend)
-        open_layer(state, layer, needs_of(self.session.mode, self.session.options))
+        open_layer(state, layer, self.need, self.stages)
         layer.hand_over(state)
 
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -141,6 +145,8 @@ class _Call:
         del module
         ids = kwargs.get("input_ids", args[0] if args else None)
         self.recorder.begin(1 if ids is None else ids.shape[1])
+        if self.stages is not None and ids is not None:
+            self.stages.read(ids[0].tolist())
         self.started = time.perf_counter_ns()
 
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
