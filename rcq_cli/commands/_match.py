@@ -148,6 +148,7 @@ class _Trial:
             self.prefill = self.engine.prefill(self.sample.prompt_ids[: self.sample.context_len])
         held = self.engine.decode(self.prefill, self.sample, mode, options).bytes
         self.prefill.opened.clear()
+        assert held is not None  # every model holds a cache
         return float(held.device / held.dense_equivalent)
 
 
