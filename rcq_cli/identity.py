@@ -66,7 +66,7 @@ def begun(spec: RunSpec, task: Task, options: Any, loaded: Loaded, engine: Any) 
         **dict.fromkeys(LATE),
         **loaded.fingerprint,
         **({"tokenizer.bos_policy": resolved["bos"]} if resolved.get("bos", "auto") != "auto" else {}),
-        "task.name": spec.task_name,
+        "task.name": spec.cell_task(""),
         "task.parts": list(task_parts(task, spec)),
         "task.generator": task.generator,
         "task.prompt_set": task.prompt_set,

@@ -11,9 +11,10 @@ from rcq_cli.options import options_dict, parse_options, parse_tokens, split_lab
 from rcq_cli.protocols import Mode, Task
 from rcq_cli.registry import Registry, did_you_mean
 from rcq_cli.settings import load_preset, load_settings
-from rcq_cli.spec import DTYPES, RunSpec
+from rcq_cli.spec import DTYPES, RunSpec, is_file_name
+from rcq_cli.task_files import TaskRegistry
 
-TASKS: Registry[Task] = Registry("rcq_cli.tasks", "TASK", "task")
+TASKS: Registry[Task] = TaskRegistry("rcq_cli.tasks", "TASK", "task")
 MODES: Registry[Mode] = Registry("rcq_cli.modes", "MODE", "mode")
 BACKENDS: Registry[Any] = Registry("rcq_cli.kernels", "BACKEND", "backend")
 
@@ -237,7 +238,7 @@ class _Resolver:
 
     def _task_options(self, task: Task, name: str) -> tuple[dict[str, Any], dict[str, str], bool]:
         """Return every option of the task, the origin of those given, and whether controls run."""
-        entry = name.partition("/")[0]
+        entry = name if is_file_name(name) else name.partition("/")[0]
         alone = len(_listed(self.pick("tasks").value, "tasks")) == 1
         flag = split_pairs(self.flags.task_options, "-T")
         controls = str(flag.pop("controls", "on")).lower()
@@ -306,7 +307,7 @@ def _merge(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, A
 
 def _task(name: str) -> tuple[str, Task, str]:
     """Return the registry name, the task and the part that `ruler/vt` means."""
-    typed, slash, part = name.partition("/")
+    typed, slash, part = (name, "", "") if is_file_name(name) else name.partition("/")
     entry = TASKS.resolve(typed)
     task = TASKS.load(entry)
     if slash and part not in task.parts:

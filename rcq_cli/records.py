@@ -164,9 +164,8 @@ def cell(
     good = [row for row in rows if row["status"] == OK]
     scores = [row["scores"][facts.score_key] for row in good]
     fills = [row["fill_ratio"] for row in rows if row["fill_ratio"] is not None]
-    task = f"{spec.task_name}/{part}" if part else spec.task_name
     return {
-        "task": task,
+        "task": spec.cell_task(part),
         "ctx": spec.ctx,
         "mode": spec.mode,
         "model": spec.model,

@@ -333,7 +333,7 @@ class _Work:
         return records.failed(row, status, f"{type(error).__name__}: {error}")
 
     def _tell(self, arm: _Arm, part: str, what: str = "") -> None:
-        name = f"{self.spec.task_name}/{part}" if part else self.spec.task_name
+        name = self.spec.cell_task(part)
         done = len(arm.keys)
         timing = arm.writer.telemetry[-1]
         steps = timing.get("step_ns") or []

@@ -11,12 +11,18 @@ from rcq_cli.errors import SpecError
 from rcq_cli.registry import did_you_mean
 
 ORIGINS = ("flag", "file", "preset", "default")
+TASK_ENDINGS = (".yaml", ".yml", ".py")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def canonical(value: Any) -> str:
     """Return the one JSON text of `value`: keys sorted, no blanks, UTF-8, NaN and infinity refused."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def is_file_name(task: str) -> bool:
+    """Say whether `--task` names a file rather than a task of rcq."""
+    return task.endswith(TASK_ENDINGS)
 
 
 def sha256_json(value: Any) -> str:
@@ -81,13 +87,23 @@ class RunSpec:
 
     @property
     def task_name(self) -> str:
-        """The task's registry name: the label before `/`."""
-        return self.task.partition("/")[0]
+        """The task's registry name: the label before `/`; of a task that is a file, its path."""
+        return self.task if is_file_name(self.task) else self.task.partition("/")[0]
 
     @property
     def part(self) -> str:
         """The one part asked for, empty for all of them."""
-        return self.task.partition("/")[2]
+        return "" if is_file_name(self.task) else self.task.partition("/")[2]
+
+    @property
+    def task_title(self) -> str:
+        """The task as tables show it: a file by its name alone."""
+        return self.task.rpartition("/")[2].rpartition(".")[0] if is_file_name(self.task) else self.task
+
+    def cell_task(self, part: str) -> str:
+        """Return the name of the cell of one part: `ruler/vt`, or the task alone where it has no parts."""
+        title = self.task_title.partition("/")[0]
+        return f"{title}/{part}" if part else title
 
     def takes(self, index: int) -> bool:
         """Say whether sample `index` belongs to this run's shard."""

@@ -32,7 +32,7 @@ def new_folder(out: Path, spec: RunSpec, now: datetime | None = None) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         while True:
             folder = out / "-".join(
-                (now.strftime("%Y%m%dT%H%M%SZ"), _safe(spec.task), _safe(spec.mode), spec.digest()[:8])
+                (now.strftime("%Y%m%dT%H%M%SZ"), _safe(spec.task_title), _safe(spec.mode), spec.digest()[:8])
             )
             try:
                 folder.mkdir()

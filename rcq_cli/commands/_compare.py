@@ -122,7 +122,7 @@ def _rows(arm: Arm) -> Rows:
 
 def _located(problem: Mapping[str, Json], arm: Arm) -> dict[str, Json]:
     spec = arm.reader.spec
-    return {**problem, "task": spec.task, "ctx": spec.ctx, "mode": arm.label}
+    return {**problem, "task": spec.task_title, "ctx": spec.ctx, "mode": arm.label}
 
 
 def _refused(refusal: NotComparable, arm: Arm) -> dict[str, Json]:
@@ -146,7 +146,7 @@ def _parts(
     found = []
     for part in facts.parts:
         pair = PairSpec(
-            task=f"{spec.task_name}/{part}" if part else spec.task_name,
+            task=spec.cell_task(part),
             ctx=spec.ctx,
             reference=reference.label,
             candidate=candidate.label,

@@ -224,7 +224,7 @@ def _check_gates(plan: Plan, rules: Rules) -> None:
     for batch in plan.batches:
         spec = batch[0]
         parts = (spec.part,) if spec.part else TASKS.load(spec.task_name).parts
-        cells += [(f"{spec.task_name}/{part}" if part else spec.task_name, spec.ctx) for part in parts]
+        cells += [(spec.cell_task(part), spec.ctx) for part in parts]
     # further metrics of a task are known only from its scores: here each gate's own metric counts as known
     gates.check_gates(rules.fail_on, cells, [gate.metric for gate in rules.fail_on])
 

@@ -1,0 +1,360 @@
+"""A task from a YAML file, with the fields that users of lm-evaluation-harness know; no code, no Jinja."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from rcq_cli.errors import SpecError
+from rcq_cli.protocols import Completion, EncodedPrompt, PromptTokenizer, Sample, TaskRequest
+from rcq_cli.registry import did_you_mean
+from rcq_cli.tasks._answer_metrics import Answered, code_sim, qa_f1, rouge_l
+from rcq_cli.tasks._fitting import too_small
+from rcq_cli.tasks._metrics import bounded, clean, contains, contains_any
+from rcq_cli.tasks._records import Record, Records, cut_middle, parse
+from rcq_cli.tasks._splitmix import seed
+
+_SLOT = re.compile(r"\{\{\s*([A-Za-z_]\w*)\s*\}\}")
+_CODE = re.compile(r"\{%|\{\{|\{#")
+_IGNORED = (
+    "tag",
+    "group",
+    "task_alias",
+    "metadata",
+    "training_split",
+    "validation_split",
+    "target_delimiter",
+)
+_FIELDS = (
+    *("task", "dataset_path", "dataset_kwargs", "test_split", "description", "doc_to_text", "doc_to_target"),
+    *("output_type", "num_fewshot", "generation_kwargs", "metric_list", "repeats", "rcq"),
+)
+_OWN = ("context", "cluster", "opening", "samples", "margin", "minimum_ctx")
+_GENERATION = ("max_gen_toks", "until", "do_sample", "temperature")
+_METRIC_FIELDS = ("metric", "aggregation", "higher_is_better", "ignore_case", "ignore_punctuation")
+_PUNCTUATION = re.compile(r"[^\w\s]")
+_MARGINS = MappingProxyType({"": 0.15, "smoke": 0.15, "ci": 0.05, "release": 0.02})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a task of a YAML file."""
+
+    gen: int | None = None
+    """tokens to generate; none: those of the file"""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """use the chat template; auto: if there is one"""
+    bos: Literal["auto", "always", "never"] = "auto"
+    """put a BOS first; auto: as the tokenizer does"""
+    strip_think: bool = False
+    """remove thinking blocks before scoring"""
+    overlength: Literal["refuse", "allow"] = "refuse"
+    """allow a context longer than the model was made for"""
+
+    def __post_init__(self) -> None:
+        if self.gen is not None and not 1 <= self.gen <= 1 << 20:
+            raise SpecError(f"gen={self.gen} is not allowed", fix=f"allowed: 1 to {1 << 20}", id="RCQ-USE-06")
+
+
+def exact_match(text: str, references: tuple[str, ...]) -> float:
+    """Return 1 if the text is one of the references, blanks at the ends aside."""
+    return float(text.strip() in {reference.strip() for reference in references})
+
+
+def _best(metric: Callable[[Answered], float]) -> Callable[[str, tuple[str, ...]], float]:
+    return lambda text, references: max(metric(Answered(text, reference)) for reference in references)
+
+
+METRICS: Mapping[str, Callable[[str, tuple[str, ...]], float]] = MappingProxyType(
+    {
+        "exact_match": exact_match,
+        "contains": contains,
+        "contains_any": contains_any,
+        "bounded": bounded,
+        "qa_f1": _best(qa_f1),
+        "rouge_l": _best(rouge_l),
+        "code_sim": _best(code_sim),
+    }
+)
+"""What `metric_list` may name; the first one named is the score."""
+
+
+@dataclass(frozen=True)
+class YamlTask:
+    """A task whose prompts and references are fields of records."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    sha256: str
+
+    parts = ("",)
+    Options = Options
+    higher_is_better = True
+    prompt_set = "file"
+
+    @property
+    def name(self) -> str:
+        """Return what the file calls the task."""
+        return str(self.settings["task"])
+
+    @property
+    def summary(self) -> str:
+        """Return where the task comes from."""
+        return f"task of {self.path.name}"
+
+    @property
+    def generator(self) -> str:
+        """Return the digest of the file."""
+        return f"file:{self.sha256[:12]}"
+
+    @property
+    def metric(self) -> str:
+        """Return the metrics with their version."""
+        return ",".join(f"{entry['metric']}@1" for entry in self.settings["metric_list"])
+
+    @property
+    def score_key(self) -> str:
+        """Return the first metric."""
+        return str(self.settings["metric_list"][0]["metric"])
+
+    @property
+    def minimum_ctx(self) -> int:
+        """Return the smallest context the file allows."""
+        return int(self.settings["rcq"].get("minimum_ctx", 64))
+
+    @property
+    def default_samples(self) -> Mapping[str, int]:
+        """Return the samples of the file; all records where it names none, at most 500."""
+        return {"": int(self.settings["rcq"].get("samples", min(len(self._records.rows), 500)))}
+
+    @property
+    def margins(self) -> Mapping[str, float]:
+        """Return the margin of the file, else those of the built-in tasks."""
+        margin = self.settings["rcq"].get("margin")
+        return _MARGINS if margin is None else {"": float(margin)}
+
+    @cached_property
+    def _records(self) -> Records:
+        file = self.path.parent / Path(_data_file(self.settings, self.path)).expanduser()
+        if not file.is_file():
+            raise _refused(self.path, f"data file {str(file)!r} does not exist")
+        return parse(file.read_bytes(), file.name, ())
+
+    def samples(self, request: TaskRequest, tokenizer: PromptTokenizer) -> Iterator[Sample]:
+        """Yield the samples in the order that the seed draws, until there are no more.
+
+        Raises `SpecError` for a record without a field that is asked for, and for one that does not fit while
+        the file names no context that may be cut.
+        """
+        if request.ctx < self.minimum_ctx:
+            raise too_small(request.ctx, self.minimum_ctx)
+        drawn = islice(self._records.drawn(request.seed, f"file.{self.name}"), request.samples)
+        return (self._sample(request, tokenizer, index, record) for index, record in enumerate(drawn))
+
+    def controls(self, request: TaskRequest, tokenizer: PromptTokenizer) -> Iterator[Sample]:
+        """Yield nothing: rcq does not know what would be a leak here."""
+        del request, tokenizer
+        return iter(())
+
+    def score(self, sample: Sample, completion: Completion) -> dict[str, float]:
+        """Return every metric of the file; the answer ends at the first of its `until` texts."""
+        text = completion.text
+        for stop in sample.meta["until"]:
+            text = text.partition(stop)[0]
+        text = clean(text, strip_think=bool(sample.meta.get("strip_think")))
+        return {
+            entry["metric"]: METRICS[entry["metric"]](
+                _plain(text, entry), tuple(_plain(reference, entry) for reference in sample.references)
+            )
+            for entry in self.settings["metric_list"]
+        }
+
+    def _sample(self, request: TaskRequest, tokenizer: PromptTokenizer, index: int, record: Record) -> Sample:
+        options, own = request.options, self.settings["rcq"]
+        gen = options.gen or int(self.settings["generation_kwargs"].get("max_gen_toks", 64))
+        opening = self._filled(str(own.get("opening", "")), record)
+
+        def encode(values: Record) -> EncodedPrompt:
+            user = self.settings["description"] + self._text("doc_to_text", values)
+            return tokenizer.prompt(user, opening, chat=options.chat, bos=options.bos)
+
+        prompt, truncated = self._fitted(encode, record, request.ctx - gen, gen)
+        cluster = own.get("cluster")
+        return Sample(
+            sample_id=f"{self.name}/{request.ctx}/{index}",
+            index=index,
+            cluster=str(index) if cluster is None else str(_field(record, cluster, self.path)),
+            prompt_ids=prompt.ids,
+            context_len=len(prompt.ids),
+            references=self._references(record),
+            max_new_tokens=gen,
+            stop_ids=tokenizer.eos_ids,
+            seed=seed(request.seed, f"file.{self.name}", index, "needle"),
+            meta={
+                "until": self.settings["generation_kwargs"].get("until", []),
+                "truncated": truncated,
+                "question_visible": True,
+                "strip_think": options.strip_think,
+                "corpus_kind": "file",
+                "corpus_sha256": self._records.sha256,
+            },
+        )
+
+    def _fitted(
+        self, encode: Callable[[Record], EncodedPrompt], record: Record, budget: int, gen: int
+    ) -> tuple[EncodedPrompt, bool]:
+        """Return the prompt, its context cut in the middle where that is needed and allowed."""
+        field = self.settings["rcq"].get("context")
+        if field is not None:
+            context = str(_field(record, field, self.path))
+            cut = cut_middle(lambda text: encode({**record, field: text}), context, budget, gen)
+            return cut.prompt, cut.truncated
+        prompt = encode(record)
+        if len(prompt.ids) > budget:
+            raise SpecError(
+                f"a record of {self.name} needs a context of {len(prompt.ids) + gen} tokens",
+                why=f"{self.path.name} does not say which field may be cut",
+                fix=f"use --ctx {len(prompt.ids) + gen} or more, or add rcq: {{context: FIELD}} to the file",
+                id="RCQ-USE-20",
+            )
+        return prompt, False
+
+    def _references(self, record: Record) -> tuple[str, ...]:
+        """Return the texts of `doc_to_target`: a field may hold several."""
+        target = self.settings["doc_to_target"]
+        slot = _SLOT.fullmatch(target.strip())
+        value = _field(record, slot[1] if slot else target, self.path) if slot or target in record else None
+        if isinstance(value, list):
+            return tuple(map(str, value))
+        return (self._filled(target, record) if value is None else str(value),)
+
+    def _text(self, name: str, record: Record) -> str:
+        template = self.settings[name]
+        return str(record[template]) if template in record else self._filled(template, record)
+
+    def _filled(self, template: str, record: Record) -> str:
+        return _SLOT.sub(lambda slot: str(_field(record, slot[1], self.path)), template)
+
+
+def read_task(path: Path) -> YamlTask:
+    """Return the task of a YAML file; raise `SpecError` naming what it holds that rcq cannot do."""
+    import yaml
+
+    raw = path.read_bytes()
+    try:
+        found = yaml.safe_load(raw)
+    except yaml.constructor.ConstructorError as error:
+        why = f"{error.problem}; a YAML task runs no code"
+        raise _refused(path, why, "write the task as a .py file that exposes TASK") from error
+    except yaml.YAMLError as error:
+        raise _refused(path, str(error).replace("\n", " ")) from error
+    if not isinstance(found, dict):
+        raise _refused(path, "it is no table of fields")
+    return YamlTask(path, _checked(found, path), sha256(raw).hexdigest())
+
+
+def _checked(found: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields with their defaults; anything rcq would have to ignore silently is refused."""
+    _known(found, (*_FIELDS, *_IGNORED), "field", path)
+    for name in ("task", "doc_to_text", "doc_to_target", "metric_list"):
+        if not found.get(name):
+            raise _refused(path, f"field {name!r} is missing")
+    if found.get("output_type", "generate_until") != "generate_until":
+        raise _refused(path, f"output_type {found['output_type']!r}; allowed: generate_until")
+    if found.get("num_fewshot", 0) != 0 or found.get("repeats", 1) != 1:
+        raise _refused(path, "num_fewshot must be 0 and repeats 1; put examples into doc_to_text")
+    generation = _table(found, "generation_kwargs", _GENERATION, path)
+    if generation.get("do_sample", False) or generation.get("temperature", 0) != 0:
+        raise _refused(path, "do_sample and temperature; rcq answers greedily")
+    until = generation.get("until", [])
+    generation["until"] = [until] if isinstance(until, str) else list(until)
+    own = _table(found, "rcq", _OWN, path)
+    for name in ("description", "doc_to_text", "doc_to_target"):
+        _check_template(str(found.get(name, "")), name, path)
+    _check_template(str(own.get("opening", "")), "rcq.opening", path)
+    return {
+        **found,
+        "description": str(found.get("description", "")),
+        "doc_to_text": str(found["doc_to_text"]),
+        "doc_to_target": str(found["doc_to_target"]),
+        "generation_kwargs": generation,
+        "metric_list": _metrics(found["metric_list"], path),
+        "rcq": own,
+    }
+
+
+def _metrics(entries: Any, path: Path) -> list[dict[str, Any]]:
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise _refused(path, "metric_list is no list of tables")
+    for entry in entries:
+        _known(entry, _METRIC_FIELDS, "field of metric_list", path)
+        name = str(entry.get("metric"))
+        if name not in METRICS:
+            hint = did_you_mean(name, tuple(METRICS))
+            raise _refused(path, f"metric {name!r}; {hint}known: {', '.join(METRICS)}")
+        if entry.get("aggregation", "mean") != "mean" or entry.get("higher_is_better", True) is not True:
+            raise _refused(path, f"metric {name}: aggregation must be mean and higher_is_better true")
+    return entries
+
+
+def _check_template(template: str, name: str, path: Path) -> None:
+    rest = _SLOT.sub("", template)
+    if found := _CODE.search(rest):
+        why = f"{name} holds more than {{{{field}}}}: {rest[found.start() :][:40]!r}"
+        raise _refused(path, why, "write the field into the data, or the task as a .py file")
+
+
+def _data_file(settings: Mapping[str, Any], path: Path) -> str:
+    """Return the data file that `dataset_kwargs: {data_files: ...}` names."""
+    if settings.get("dataset_path", "json") not in ("json", "text"):
+        why = f"dataset_path {settings['dataset_path']!r}; rcq reads local JSON files only"
+        raise _refused(path, why, "use dataset_path: json with dataset_kwargs: {data_files: FILE}")
+    files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    if isinstance(files, dict):
+        files = files.get(settings.get("test_split", "test"))
+    if isinstance(files, list) and len(files) == 1:
+        files = files[0]
+    if not isinstance(files, str):
+        raise _refused(
+            path, "dataset_kwargs names no data file", "dataset_kwargs: {data_files: {test: FILE}}"
+        )
+    return files
+
+
+def _table(found: Mapping[str, Any], name: str, known: tuple[str, ...], path: Path) -> dict[str, Any]:
+    table = found.get(name) or {}
+    if not isinstance(table, dict):
+        raise _refused(path, f"{name} is no table")
+    _known(table, known, f"field of {name}", path)
+    return dict(table)
+
+
+def _known(table: Mapping[str, Any], known: tuple[str, ...], noun: str, path: Path) -> None:
+    for name in table:
+        if name not in known:
+            hint = did_you_mean(str(name), known)
+            raise _refused(path, f"unknown {noun} {name!r}; {hint}known: {', '.join(known)}")
+
+
+def _field(record: Record, name: str, path: Path) -> Any:
+    if name not in record:
+        raise _refused(path, f"a record has no field {name!r}; it has {', '.join(map(str, record))}")
+    return record[name]
+
+
+def _plain(text: str, entry: Mapping[str, Any]) -> str:
+    """Return `text` as a metric compares it."""
+    if entry.get("ignore_case"):
+        text = text.lower()
+    return _PUNCTUATION.sub("", text) if entry.get("ignore_punctuation") else text
+
+
+def _refused(path: Path, why: str, fix: str = "see docs/tasks.md") -> SpecError:
+    return SpecError(f"{path.name} is no task that rcq can run", why, fix, "RCQ-USE-25")
