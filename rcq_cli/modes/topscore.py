@@ -1,20 +1,23 @@
 """A static score at the end of the prompt and a sliding window: recas without stages and without refresh.
 
-The definition of the score is rcq's; the RECAS paper names this ablation without defining it.
+The RECAS paper names this ablation without defining it: here it is the code of `recas` with the weight of
+stages at zero, run once. A token that leaves the window has no score and is dropped.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rcq_cli.cache.statistics import Statistics
+from rcq_cli.certify.exact import as_groups
 from rcq_cli.modes._budget import BudgetOptions
-from rcq_cli.modes._evicting import EvictingLayer, ends, top, with_last
+from rcq_cli.modes._evicting import EvictingLayer, checked, ends
+from rcq_cli.modes._recas import DEFAULT_FRACTION, PROMPT_ROWS, TokenHistory
 from rcq_cli.modes._tiered import check_range
 from rcq_cli.protocols import Geometry, Needs
-
-DEFAULT_FRACTION = 0.345
+from rcq_cli.recas import selector, utility
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +26,29 @@ class Options(BudgetOptions):
 
     recent: int = 64
     """last tokens that are always kept"""
-    last_row: float = 0.5
-    """weight of the last row's probability"""
-    history: float = 0.5
-    """weight of the mean over all rows"""
+    sinks: int = selector.SINKS
+    """first tokens that are always kept, as recas does"""
+    alpha: float = 0.45
+    """weight of the match with the last query of the prompt"""
+    beta: float = 0.35
+    """weight of the attention of the prompt's last rows"""
 
     def __post_init__(self) -> None:
         BudgetOptions.__post_init__(self)
         check_range("recent", self.recent, 1, 2**20)
-        check_range("last_row", self.last_row, 0.0, 1.0)
-        check_range("history", self.history, 0.0, 1.0)
-        self.check(self.recent + 1)
+        check_range("sinks", self.sinks, 0, 2**20)
+        check_range("alpha", self.alpha, 0.0, 1e6)
+        check_range("beta", self.beta, 0.0, 1e6)
+        self.check(self.sinks + self.recent + 1)
 
 
-def static_scores(last_row: Tensor, history: Tensor, weights: tuple[float, float]) -> Tensor:
-    """Return the weighted sum of both signals `[H, n]`, each divided by its largest value per head."""
-    parts = [part / part.amax(-1, keepdim=True).clamp_min(1e-30) for part in (last_row, history)]
-    return weights[0] * parts[0] + weights[1] * parts[1]
+def best(worth: Tensor, count: int, sinks: int, recent: int) -> Tensor:
+    """Return the `count` best of `[H, n]` as ascending indices, the first and last ones always among them."""
+    position = torch.arange(worth.shape[1], device=worth.device).expand_as(worth)
+    always = (position < sinks) | (position >= worth.shape[1] - recent)
+    chosen = selector.top(checked(worth), count, always)
+    # equally many per head, so the row-major list splits evenly
+    return chosen.nonzero()[:, 1].view(worth.shape[0], -1)
 
 
 class TopScoreLayer(EvictingLayer):
@@ -49,26 +58,38 @@ class TopScoreLayer(EvictingLayer):
     score_bytes = 0
 
     def minimum(self) -> int:
-        """Return the window and one token."""
-        return int(self.options.recent + 1)
+        """Return sinks, window and one token."""
+        return int(self.options.sinks + self.options.recent + 1)
 
     def default_budget(self) -> int:
         """Return 34.5 % of the prompt."""
         return max(self.minimum(), round(DEFAULT_FRACTION * self.tokens))
 
     def choose(self, seen: Statistics | None) -> Tensor | None:
-        """Keep the window and the best before it."""
-        if seen is None or seen.columns is None or self.held <= self.budget:
+        """Keep sinks, window and the tokens of the highest utility."""
+        if seen is None or self.held <= self.budget:
             return None
-        visible = (self.tokens - self.positions.rows).clamp_max(seen.rows_seen)
-        weights = (self.options.last_row, self.options.history)
-        scores = static_scores(seen.last(self.keys.rows, 1)[:, -1], seen.columns / visible, weights)
-        recent = self.options.recent
-        chosen = top(scores[:, : self.held - recent], self.budget - recent)
-        return with_last(chosen, recent, self.held)
+        return best(self._worth(seen), self.budget, self.options.sinks, self.options.recent)
+
+    def _worth(self, seen: Statistics) -> Tensor:
+        """Return the utility of every token of the prompt, float64 `[Hkv, T]`, without stages."""
+        keys = self.keys.rows
+        heads, tokens = keys.shape[:2]
+        history = TokenHistory(heads)
+        history.grow(tokens)
+        history.start(seen, keys)
+        query = as_groups(seen.queries[:, -1], heads)
+        scores = (query @ keys.double().transpose(1, 2)).mean(1) * self.geometry.scale
+        index = torch.arange(tokens, device=keys.device).expand(heads, -1)
+        return utility.utility(
+            utility.compatibility(scores),
+            history.signal(index, tokens).double(),
+            torch.zeros_like(scores),
+            utility.Weights(self.options.alpha, self.options.beta, 0.0),
+        )
 
     def compress(self, row: Tensor | None) -> Tensor | None:
-        """Drop the token that leaves the window: it has no score."""
+        """Drop the token that leaves the window."""
         del row
         if self.held <= self.budget:
             return None
@@ -87,9 +108,9 @@ class TopScore:
     Options = Options
 
     def needs(self, options: Any) -> Needs:
-        """Return the last row and the column sums."""
+        """Return the last rows of the prompt."""
         del options
-        return Needs(last_rows=1, column_sums=True)
+        return Needs(last_rows=PROMPT_ROWS)
 
     def open(self, geometry: Geometry, options: Any, backend: Any) -> TopScoreLayer:
         """Make the empty cache of one layer."""

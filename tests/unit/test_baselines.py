@@ -8,8 +8,8 @@ from rcq_cli.cache.statistics import Collector, Statistics, group_probabilities,
 from rcq_cli.kernels.reference import BACKEND
 from rcq_cli.modes import h2o, h2o_norm, scissorhands, snapkv, streaming_llm, topscore, tova, tova_layer
 from rcq_cli.modes._evicting import all_but_lowest, top
-from rcq_cli.modes.topscore import static_scores
 from rcq_cli.protocols import Geometry, Needs
+from rcq_cli.recas import utility
 
 DIM = 16
 
@@ -199,26 +199,46 @@ def test_snapkv_keeps_its_window_and_everything_generated():
 # -- topscore -----------------------------------------------------------------------------------------------
 
 
-def test_topscore_weighs_last_row_and_history():
-    history, last = torch.tensor([[1, 0.2, 0.6, 0.4]]), torch.tensor([[0.1, 1, 0.3, 0.2]])
-    scores = static_scores(last, history, (0.5, 0.5))
-    torch.testing.assert_close(scores, torch.tensor([[0.55, 0.6, 0.45, 0.3]]))
-    # scaling a signal changes nothing: each is divided by its maximum
-    torch.testing.assert_close(static_scores(7 * last, history / 3, (0.5, 0.5)), scores)
+def test_topscore_weighs_match_and_history():
+    history, match = torch.tensor([[1, 0.2, 0.6, 0.4]]), torch.tensor([[0.1, 1, 0.3, 0.2]])
+    worth = utility.utility(match, history, torch.zeros(1, 4), utility.Weights(0.5, 0.5, 0.0))
+    torch.testing.assert_close(worth, torch.tensor([[0.55, 0.6, 0.45, 0.3]]))
+    assert topscore.best(worth, 2, 0, 1).tolist() == [[1, 3]]
+    assert topscore.best(worth, 3, 1, 1).tolist() == [[0, 1, 3]]
 
 
-def test_topscore_keeps_the_best_and_slides_its_window():
-    layer = filled(state(topscore, recent=1, keep_tokens=2), 4)
-    square = torch.zeros(1, 4, 4)
-    square[0, -1] = torch.tensor([0.1, 1, 0.3, 0.2])
-    seen = Seen(square)
-    seen.columns = torch.tensor([[1, 0.2, 0.6, 0.4]]) * torch.tensor([[4, 3, 2, 1]])
-    layer.end_prefill(seen)
-    assert held(layer) == [[1, 3]]
-    for newest in (4, 5):
-        layer.append(*torch.randn(2, 1, DIM))
-        layer.attend(torch.randn(1, DIM))
-        assert held(layer) == [[1, newest]]
+def prompt(seed, heads=2, group=2, tokens=300):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, tokens, 32, generator=draw) for n in (heads, heads, heads * group)]
+
+
+def test_topscore_keeps_what_recas_keeps_without_stages():
+    for seed in range(5):
+        caches = [
+            LayerCache(mode, query_heads=4, kv_heads=2, head_dim=32, keep_tokens=150, **options)
+            for mode, options in (
+                ("topscore", {"recent": 100}),
+                ("recas", {"window": 100, "gamma": 0.0, "adapt": False}),
+            )
+        ]
+        for cache in caches:
+            cache.prefill(*prompt(seed))
+            cache.bytes()
+        kept = [cache._state.positions.rows for cache in caches]
+        assert torch.equal(*kept)
+        assert kept[0].shape == (2, 150)
+
+
+def test_topscore_slides_its_window_and_drops_what_leaves_it():
+    cache = LayerCache("topscore", query_heads=4, kv_heads=2, head_dim=32, keep_tokens=20, recent=3)
+    cache.prefill(*prompt(7))
+    cache.bytes()
+    static = cache._state.positions.rows[:, :17].clone()
+    for newest in (300, 301, 302, 303):
+        cache.append(torch.randn(2, 32), torch.randn(2, 32))
+        cache.attend(torch.randn(4, 32))
+        assert torch.equal(cache._state.positions.rows[:, :17], static)
+        assert held(cache._state)[0][-3:] == [newest - 2, newest - 1, newest]
 
 
 # -- tova ---------------------------------------------------------------------------------------------------
