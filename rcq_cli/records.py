@@ -227,13 +227,18 @@ def _metrics(rows: Sequence[Row], primary: str) -> dict[str, float]:
 
 
 def _speed(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return decode tokens per second over all steps, and the median step."""
+    """Return decode tokens per second over all steps, the median step, and the median cost of selection.
+
+    Selection is what a mode does once with the prompt: statistics, choice, encoding.
+    """
     steps = [ns for timing in timings for ns in timing["step_ns"]]
+    chosen = _median([timing["selection_ns"] for timing in timings if "selection_ns" in timing])
     total = sum(steps)
     rate, middle = (len(steps) * 1e9 / total, _median(steps) / 1e6) if total else (None, None)
     return {
         **_known("tokens_per_s", rate, "no_decode_steps"),
         **_known("step_ms_p50", middle, "no_decode_steps"),
+        **_known("selection_ms_p50", None if chosen is None else chosen / 1e6, "not_measured"),
     }
 
 
