@@ -48,15 +48,23 @@ class Probe(NamedTuple):
     fix: str = ""
 
 
+BANDWIDTH = typer.Option(False, "--bandwidth", help="Measure the bandwidth of memory and links too.")
+
+
 def command(
-    context: typer.Context, format: Format = "table", json: JsonTarget = None, quiet: Quiet = False
+    context: typer.Context,
+    bandwidth: bool = BANDWIDTH,
+    format: Format = "table",
+    json: JsonTarget = None,
+    quiet: Quiet = False,
 ) -> int:
     """Show what this machine can do: each probe with its status, the reason and a fix."""
     from rcq_cli.commands._listing import answer_records
 
     shell = shell_of(context)
     shell.parsed("doctor", format=format, json_target=json, quiet=quiet)
-    probes = [probe._asdict() for probe in probes_of_this_machine()]
+    found = [*probes_of_this_machine(), *(_bandwidth() if bandwidth else ())]
+    probes = [probe._asdict() for probe in found]
     answer_records(shell, "probes", probes, styles=STYLES)
     return 0
 
@@ -65,6 +73,7 @@ def probes_of_this_machine() -> Iterator[Probe]:
     """Yield every probe; none raises."""
     yield from _software()
     yield from _host()
+    yield from _readings()
     yield from _devices()
     yield from _backends()
     yield from _models()
@@ -84,6 +93,12 @@ def _software() -> Iterator[Probe]:
             extra = OPTIONAL.get(name)
             fix = f"pip install 'rcq[{extra}]'" if extra else f"pip install {name}"
             yield Probe(name, "absent" if extra else "missing", None, "metadata", "not installed", fix)
+    try:
+        legacy = metadata.version("pynvml")
+    except metadata.PackageNotFoundError:
+        return
+    reason = "a retired package that warns on import; nvidia-ml-py is the one rcq uses"
+    yield Probe("pynvml", "error", legacy, "metadata", reason, "pip uninstall pynvml")
 
 
 def _host() -> Iterator[Probe]:
@@ -118,9 +133,11 @@ def _memory_bytes() -> int | None:
 def _devices() -> Iterator[Probe]:
     from rcq_cli.telemetry.nvml import probe
 
+    yield from _visible()
     nvml = probe()
     value = ", ".join(nvml.devices) or None
     yield Probe("nvml", str(nvml.status), value, "nvml", nvml.detail, nvml.fix)
+    yield from _nvml_rows()
     try:
         import torch
     except ImportError as error:
@@ -134,6 +151,66 @@ def _devices() -> Iterator[Probe]:
     built = torch.version.cuda is not None
     reason = "torch sees no device" if built else f"torch {torch.__version__} is built without CUDA"
     yield Probe("cuda", "no_device", None, "torch", reason, "runs continue on the CPU")
+
+
+def _visible() -> Iterator[Probe]:
+    from rcq_cli.telemetry.nvml import visible_devices
+
+    name = "CUDA_VISIBLE_DEVICES"
+    found = visible_devices(os.environ.get(name))
+    if found is None:
+        return
+    invalid = next((entry.text for entry in found if entry.kind == "invalid"), None)
+    if invalid is not None:
+        reason = f"{invalid!r} is no device: CUDA ignores it and what follows"
+        yield Probe(name, "error", os.environ[name], "env", reason, "give ordinals or GPU-... names")
+    else:
+        told = "" if found else "empty: no device is visible"
+        yield Probe(name, "ok", os.environ[name], "env", told)
+
+
+def _nvml_rows() -> Iterator[Probe]:
+    """Yield a row per field of each device; one that fails says why and hides no other."""
+    from rcq_cli.telemetry.nvml import devices, reasons_text
+
+    for device in devices():
+        for name, reading in device.readings.items():
+            value = None if reading.value is None else f"{reading.value}"
+            if name == "clock_reasons" and reading.value is not None:
+                value = reasons_text(int(reading.value))
+            reason = reading.detail or f"{device.name} {device.uuid}"
+            yield Probe(f"gpu {device.uuid[:12]} {name}", str(reading.status), value, reading.source, reason)
+
+
+def _readings() -> Iterator[Probe]:
+    """Yield what the measurements of this machine stand on."""
+    from rcq_cli.telemetry import bandwidth, host
+
+    refused = "" if host.reset_peak() else "the kernel refuses to reset it: peaks start with the process"
+    yield Probe("memory peak", "no_permission" if refused else "ok", "VmHWM", "proc.VmHWM", refused)
+    rows = {
+        "cpu quota": (host.cpu_quota(), " cores"),
+        "load average": (host.load_average(), ""),
+        "last-level cache": (bandwidth.last_level_cache(), " bytes"),
+    }
+    for name, (reading, unit) in rows.items():
+        value = None if reading.value is None else f"{reading.value:g}{unit}"
+        if unit == " bytes" and reading.value is not None:
+            value = f"{int(reading.value)} bytes"
+        yield Probe(name, str(reading.status), value, reading.source, reading.detail)
+    governor = host.governor()
+    status, why = ("ok", "") if governor else ("not_supported", "the kernel does not say")
+    yield Probe("cpu governor", status, governor, "sysfs.cpufreq", why)
+
+
+def _bandwidth() -> Iterator[Probe]:
+    """Yield the ceilings that a profile compares with; this takes a second."""
+    from rcq_cli.telemetry import bandwidth
+
+    for name, reading in bandwidth.measure("cuda" if _has_cuda() else "cpu").items():
+        value = None if reading.value is None else f"{reading.value:.1f} GB/s"
+        title = name.removesuffix("_gb_per_s")
+        yield Probe(f"bandwidth {title}", str(reading.status), value, reading.source, reading.detail)
 
 
 def _backends() -> Iterator[Probe]:

@@ -132,6 +132,8 @@ def _pair_chip(pair: Record) -> str:
     verdict = str(pair.get("verdict") or "-")
     kind = {"pass": "good", "fail": "bad", "inconclusive": "doubt"}.get(verdict, "")
     what = f"{pair['candidate']} against {pair['reference']}, {_columns.place(pair)}"
+    if pair.get("expected") and verdict == "fail":
+        kind, verdict = "doubt", "expected fail"
     change = (
         f"difference {decimal(pair['difference'], sign=True)}" if pair.get("difference") is not None else ""
     )
@@ -342,7 +344,8 @@ def _accuracy(document: Record) -> str:
     tables = list(SUMMARY.tables(document)) if document["cells"] else []
     if document["pairs"]:
         tables += PAIRED.tables(document)
-    return "".join(map(table_html, tables)) + "".join(map(_heat, document["heatmaps"]))
+    maps = "".join(f"<div>{_heat(found)}</div>" for found in document["heatmaps"])
+    return "".join(map(table_html, tables)) + f'<div class="row">{maps}</div>'
 
 
 def _heat(found: Record) -> str:
