@@ -2,12 +2,13 @@
 
     python benchmarks/needle_sweep.py --ctx 4k --samples 20 --modes dense,naive,certified
 
-Each setting moves one knob of `needle`; the other stays off. Dense must be right everywhere: what a mode loses is
-caused by the mode. Prints a markdown table and writes one JSON line per cell with --out.
+Each setting moves one knob of `needle`; the other stays off. Dense must be right everywhere: what a mode
+loses is caused by the mode. Prints a markdown table and writes one JSON line per cell with --out.
 """
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from rcq_cli.engine.decoder import Engine
@@ -21,7 +22,8 @@ KEY_MARGINS = (0.1, 0.05, 0.025, 0.0125, 0.006, 0.003, 0.0015)
 VALUE_MARGINS = (0.1, 0.07, 0.05, 0.04, 0.035, 0.03)
 
 
-def settings():
+def settings() -> Iterator[tuple[str, str]]:
+    """Yield name and model of every setting."""
     for margin in KEY_MARGINS:
         yield f"key_margin={margin:g}", f"needle:key_margin={margin:g},value_margin=off,outliers=4"
     for margin in VALUE_MARGINS:
@@ -30,8 +32,10 @@ def settings():
     yield "needle-hard", "needle-hard"
 
 
-def measure(model, modes, ctx, samples, seed):
-    """Yield (mode label, right answers, violations, share of exact head-steps) for one setting of the model."""
+def measure(
+    model: str, modes: list[str], ctx: int, samples: int, seed: int
+) -> Iterator[tuple[str, int, int, float | None]]:
+    """Yield mode label, right answers, violations and share of exact head-steps for one model."""
     source, reference = resolve(model)
     engine = Engine(source.load(reference, device="cpu", dtype="auto"), backend="auto")
     task = Registry("rcq_cli.tasks", "TASK", "task").load("niah")
@@ -55,7 +59,7 @@ def measure(model, modes, ctx, samples, seed):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Accuracy of modes while the margins of needle shrink")
     parser.add_argument("--ctx", default="4k")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -64,7 +68,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines")
     args = parser.parse_args()
     modes, ctx = args.modes.split(","), parse_tokens(args.ctx)
-    print(f"| setting, {args.samples} samples at {args.ctx}, % right | " + " | ".join(modes) + " | violations |")
+    head = f"setting, {args.samples} samples at {args.ctx}, % right"
+    print(f"| {head} | {' | '.join(modes)} | violations |")
     print("|---" * (len(modes) + 2) + "|")
     for name, model in settings():
         if not name.startswith(args.only):
@@ -73,8 +78,8 @@ def main() -> None:
         for label, right, broken, exact in measure(model, modes, ctx, args.samples, args.seed):
             low, high = wilson(right, args.samples)
             row = {
-                "setting": name, "model": model, "mode": label, "ctx": ctx, "n": args.samples, "seed": args.seed,
-                "right": right, "ci": [low, high], "violations": broken, "exact_share": exact,
+                "setting": name, "model": model, "mode": label, "ctx": ctx, "n": args.samples,
+                "seed": args.seed, "right": right, "ci": [low, high], "violations": broken, "exact_share": exact,
             }  # fmt: skip
             if args.out:
                 with args.out.open("a", encoding="utf-8") as file:

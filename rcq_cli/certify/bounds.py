@@ -25,7 +25,7 @@ class Masses(NamedTuple):
     log_weight: Tensor
     """log of the block's share: log rho on active blocks, log beta on skipped ones (may exceed 0)."""
     log_square: Tensor
-    """log of the sum of squared token weights in the block (S2 or G2); the sum itself underflows below e^-372."""
+    """log of the block's sum of squared token weights (S2 or G2), which itself underflows below e^-372."""
     log_flushed: Tensor
     """log of an upper bound on the weight lost to underflow."""
     skipped: Tensor

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels.reference import BACKEND
 

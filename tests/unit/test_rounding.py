@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rcq_cli.kernels._rounding import round_down, round_up, smallest, upper
 
 settings.register_profile("rcq", deadline=None, max_examples=200, derandomize=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rcq_cli.kernels._format import TierFormat
-from rcq_cli.kernels.reference import BACKEND
 
 from rcq_cli.cache.slab import Slab
 from rcq_cli.cache.tiers import TieredStore
 from rcq_cli.errors import BrokenRun, SpecError
+from rcq_cli.kernels._format import TierFormat
+from rcq_cli.kernels.reference import BACKEND
 from rcq_cli.protocols import Geometry
 
 
