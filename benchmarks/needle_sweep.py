@@ -79,7 +79,8 @@ def main() -> None:
             low, high = wilson(right, args.samples)
             row = {
                 "setting": name, "model": model, "mode": label, "ctx": ctx, "n": args.samples,
-                "seed": args.seed, "right": right, "ci": [low, high], "violations": broken, "exact_share": exact,
+                "seed": args.seed, "right": right, "ci": [low, high], "violations": broken,
+                "exact_share": exact,
             }  # fmt: skip
             if args.out:
                 with args.out.open("a", encoding="utf-8") as file:
