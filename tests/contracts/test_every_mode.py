@@ -74,13 +74,13 @@ def test_it_decodes_every_dtype_and_grouping(mode, dtype, heads):
 
 
 @every_mode
-@pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
+@pytest.mark.parametrize("dim", [16, 80, 256])
 def test_it_takes_any_head_dim_divisible_by_sixteen(mode, dim):
     assert filled(mode, 40, dim=dim).attend(query(dim=dim)).output.shape == (4, dim)
 
 
 @every_mode
-@pytest.mark.parametrize("tokens", [1, 2, 3, 31, 32, 33, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33])
 def test_it_takes_any_number_of_tokens_from_one(mode, tokens):
     cache = filled(mode, tokens)
     assert bool(torch.isfinite(cache.attend(query()).output).all())

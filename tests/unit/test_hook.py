@@ -242,6 +242,7 @@ def test_registries_and_config_are_restored_after_an_error_and_the_model_runs():
         fail()
     assert seen == ["rcq"]
     assert globals_of_transformers() == before
+    assert not any("rcq" in registry for registry in before)
     assert model.config.to_dict() == config
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(ids).logits, expected)
