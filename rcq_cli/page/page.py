@@ -372,16 +372,17 @@ def _heat(found: Record) -> str:
 
 
 def _pareto(document: Record) -> str:
-    groups: dict[tuple[str, str], list[Record]] = {}
+    groups: dict[tuple[str, str, str], list[Record]] = {}
     for cell in document["cells"]:
         usable = cell.get("bytes") and cell.get("score") is not None and cell["bytes"]["dense_equivalent"]
         if usable and cell.get("higher_is_better", True):
-            groups.setdefault((_columns.place(cell), cell["metric"]), []).append(cell)
+            place = (_columns.place(cell), _columns.model_name(cell), cell["metric"])
+            groups.setdefault(place, []).append(cell)
     parts = []
-    for (place, metric), cells in groups.items():
+    for (place, model, metric), cells in groups.items():
         if len(cells) < 2:
             continue
-        parts.append(f"<h3>{escape(place)}</h3>")
+        parts.append(f"<h3>{escape(place)}, {escape(model)}</h3>")
         for axis, name in AXES:
             drawn = svg.pareto(_points(cells, axis), f"{name}, of dense", metric, f"{metric} against {name}")
             parts.append(f'<div data-axis="{axis}">{drawn}</div>')

@@ -360,13 +360,13 @@ def pareto(points: Sequence[Point], x_name: str, y_name: str, about: str) -> str
         return top + tall * (high + room - value) / (high - low + 2 * room)
 
     out = []
-    for i in range(5):
-        value, share = low + (high - low) * i / 4, right * i / 4
+    for value in ticks(low, high):
         out += [
             tag("line", x1=left, x2=left + wide, y1=y_of(value), y2=y_of(value), class_="rule"),
-            label(left - 6, y_of(value) + 4, f"{value:.3g}", "end", "label small"),
-            label(x_of(share), top + tall + 18, f"{share:.0%}", "middle", "label small"),
+            label(left - 6, y_of(value) + 4, f"{value:.6g}", "end", "label small"),
         ]
+    for share in ticks(0.0, right):
+        out.append(label(x_of(share), top + tall + 18, f"{share:.0%}", "middle", "label small"))
     front = sorted((p for p in points if p.front), key=lambda p: p.x)
     if len(front) > 1:
         path = " ".join(
@@ -379,11 +379,34 @@ def pareto(points: Sequence[Point], x_name: str, y_name: str, about: str) -> str
         out += [
             tag("line", x1=x_of(p.x), x2=x_of(p.x), y1=y_of(p.low), y2=y_of(p.high), class_=f"error {kind}"),
             tag("circle", title(told), cx=x_of(p.x), cy=y_of(p.y), r=5, class_=kind),
-            label(x_of(p.x) + 9, y_of(p.y) - 7, p.name, kind=f"label {kind}"),
         ]
+    taken: list[tuple[float, float, float]] = []
+    for p in points:
+        away, anchor = (9, "start") if p.x < 0.8 * right else (-9, "end")
+        x, wide_name = x_of(p.x) + away, 7.0 * len(p.name)
+        start = x if anchor == "start" else x - wide_name
+        y = _free(taken, start, start + wide_name, y_of(p.y) - 7)
+        taken.append((start, start + wide_name, y))
+        out.append(label(x, y, p.name, anchor, f"label {'front' if p.front else 'behind'}"))
     out.append(label(left + wide, top + tall + 36, x_name, "end"))
     out.append(label(left, top + tall + 36, y_name))
     return chart(top + tall + 44, *out, about=about)
+
+
+def _free(taken: Sequence[tuple[float, float, float]], start: float, end: float, y: float) -> float:
+    """Return the first place for a name from `y` downwards that covers none written before."""
+    while any(a < end and start < b and abs(y - c) < 14 for a, b, c in taken):
+        y += 15
+    return y
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return at most seven round numbers from `low` to `high`."""
+    rough = max(high - low, 1e-9) / 6
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [(first + i) * step for i in range(int((high - first * step) / step + 1e-9) + 1)]
 
 
 def frontier(values: Mapping[str, tuple[float, float]]) -> set[str]:

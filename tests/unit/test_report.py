@@ -252,6 +252,19 @@ def test_the_frontier_holds_what_nothing_beats():
     assert svg.frontier(points) == {"a", "c", "d", "e"}
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.12, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (0.43, 1.0, [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]),
+        (0.5, 0.5, [0.5]),
+        (3.1, 45.0, [10, 20, 30, 40]),
+    ],
+)
+def test_ticks_are_round_numbers_inside_the_axis(low, high, expected):
+    assert svg.ticks(low, high) == pytest.approx(expected)
+
+
 def test_text_and_attributes_are_escaped():
     assert svg.tag("a", svg.text("<&>"), b='"<') == '<a b="&quot;&lt;">&lt;&amp;&gt;</a>'
     assert [svg.number(value) for value in (-0.004, 0, 2.0, 1.236)] == ["0", "0", "2", "1.24"]
