@@ -31,9 +31,9 @@ class Effort(NamedTuple):
     steps: int = 64
     pairs: int = 12
     block: int = 25
-    warm_s: float = 8.0
-    steps_s: float = 12.0
-    pairs_s: float = 24.0
+    warm_s: float = 5.0
+    steps_s: float = 10.0
+    pairs_s: float = 16.0
 
 
 LEAST_STEPS, LEAST_BLOCK, LEAST_PAIRS = 5, 5, 4

@@ -24,19 +24,56 @@ from rcq_cli.telemetry import bandwidth
 ARGV = ("profile", "--breakdown", "--geometry", "smollm2-135m", "--ctx", "1k", "--steps", "5", "--pairs", "2")
 
 
-@pytest.fixture(scope="module")
-def profiled():
-    """One real profile of one small layer: its exit code and document."""
+def briefly(*argv):
+    """Run `rcq` with little effort; return the exit code and the document."""
     out = io.StringIO()
     kept, sys.stdout = sys.stdout, out
     effort = profiling.Effort._field_defaults
     try:
         profiling.Effort.__new__.__defaults__ = (5, 2, 5, 0.2, 1.0, 1.0)
-        code = run([*ARGV, "--json", "-q"])
+        code = run([*argv, "--steps", "5", "--pairs", "2", "--json", "-q"])
     finally:
         sys.stdout = kept
         profiling.Effort.__new__.__defaults__ = tuple(effort.values())
     return code, json.loads(out.getvalue())
+
+
+@pytest.fixture(scope="module")
+def profiled():
+    """One real profile of one small layer: its exit code and document."""
+    return briefly(*ARGV[:-4])
+
+
+def test_a_whole_model_is_profiled_with_its_weights_and_two_modes_at_once():
+    code, document = briefly(
+        "profile",
+        "--breakdown",
+        "--ctx",
+        "1k",
+        "--mode",
+        "certified",
+        "--mode",
+        "dense",
+        "-T",
+        "controls=off",
+    )
+    assert code == 0
+    assert [cell["mode"] for cell in document["cells"]] == ["certified", "dense"]
+    certified, dense = document["cells"]
+    for cell in document["cells"]:
+        rows = {row["name"]: row for row in cell["phases"]}
+        assert sum(row["share"] for row in rows.values() if row["share"] is not None) == pytest.approx(1)
+        # the model's own part reads weights, which neither mode changes
+        assert rows["model"]["share"] > 0
+        assert rows["model"]["bytes"] == certified["phases"][0]["bytes"]
+        weights = [e["bytes"] for e in cell["memory"]["ledger"] if e["tier"] == "weights"]
+        assert 0 < rows["model"]["bytes"] <= weights[0]
+        items = {entry["item"] for entry in cell["memory"]["ledger"]}
+        assert "layers left as they are" in items
+    assert (certified["ratio"]["pairs"], len(certified["ratio_ci"])) == (2, 2)
+    assert (dense["ratio_to_dense"], dense["ratio"]) == (1.0, None)
+    # float32 keys and values of one managed layer: twice what 16 bit would take
+    assert dense["memory"]["tier1_bytes"] == 2 * dense["memory"]["dense_equivalent_bytes"]
 
 
 def test_a_profile_has_every_phase_and_shares_that_sum_to_one(profiled):
