@@ -136,7 +136,12 @@ class Engine:
                 completion = self._forced(prefill, sample, steps, reference=mode.name == REFERENCE)
             else:
                 completion = self._greedy(prefill, sample, steps)
-        return self._decoded(mode, prefill, steps, completion, selection_ns)
+        done = self._decoded(mode, prefill, steps, completion, selection_ns)
+        if needs_of(mode, options) in (None, Needs()):
+            return done
+        # what was chosen by attention favours the question where that was in the prompt
+        aware = sample.context_len >= len(sample.prompt_ids)
+        return replace(done, engagement={**done.engagement, "query_aware": aware})
 
     def add_reference(self, prefill: Prefill, sample: Sample) -> None:
         """Keep the dense model's predictions for the targets of `sample`, unless they are there."""

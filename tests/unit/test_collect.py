@@ -123,3 +123,14 @@ def test_selection_is_charged_to_the_mode_and_once(model):
     assert charged["tova"].selection_ns > 0
     # a second question on the same context forks what the first selected
     assert worker.decode(prefill, again, *modes[0]).selection_ns == 0
+
+
+@pytest.mark.parametrize("asks", [0, 3])
+def test_a_selection_that_saw_the_question_says_so(model, asks):
+    sample = Sample("s", 0, "c", tuple(IDS), 150 - asks, (), 3, (), 0)
+    for name, told in (("tova", True), ("streaming-llm", False), ("dense", False)):
+        (mode,) = asked(name)
+        record = (
+            engine(model).decode(engine(model).prefill(IDS[: 150 - asks], [mode]), sample, *mode).engagement
+        )
+        assert record.get("query_aware") == ((asks == 0) if told else None)
