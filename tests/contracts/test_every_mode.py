@@ -156,9 +156,8 @@ def test_a_second_prompt_does_not_depend_on_the_first(mode):
 @pytest.mark.parametrize("grow_first", [0, 1])
 def test_a_fork_and_its_origin_do_not_touch_each_other(mode, grow_first):
     cache, alone = filled(mode), [filled(mode), filled(mode)]
-    cache.attend(query())
-    for other in alone:
-        other.attend(query())
+    for each in (cache, *alone):
+        each.bytes()  # the prompt ends here; forks are made before the first step
     sides = [cache._state, cache._state.fork()]
     for t in range(12):
         for i in (grow_first, 1 - grow_first):
