@@ -149,6 +149,10 @@ class TieredStore:
         """Return the named tensors of all completed blocks, `[Hkv, M, ...]` views."""
         return {name: slab.rows for name, slab in self.blocks.items()}
 
+    def at_hand(self) -> Tensor:
+        """Return which blocks have their values in tier 1, bool `[Hkv, M]`: here all of them."""
+        return torch.ones_like(self.raw.rows)
+
     def pick(self, heads: Tensor, blocks: Tensor) -> Blocks:
         """Return the named tensors of chosen (KV head, block) pairs, `[n, ...]` copies."""
         return {name: slab.rows[heads, blocks] for name, slab in self.blocks.items()}
@@ -213,7 +217,7 @@ class TieredStore:
 
     def fork(self) -> "TieredStore":
         """Return an independent copy that shares sealed blocks and originals until either side grows."""
-        twin = TieredStore(self.geometry, self.fmt, self.backend, originals=self.originals is not None)
+        twin = type(self)(self.geometry, self.fmt, self.backend, originals=self.originals is not None)
         twin.blocks = {name: slab.fork() for name, slab in self.blocks.items()}
         twin.annotations, twin.raw_bounds, twin.checks = (
             slab.fork() for slab in (self.annotations, self.raw_bounds, self.checks)

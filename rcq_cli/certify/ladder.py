@@ -1,9 +1,9 @@
 """One certified decode step of one layer: score, skip, promote until the budget holds, else recompute.
 
-Policy (theory of rungs): 0 skip values, 1 promote keys, 2 promote values, 3 recompute the head from the
-originals, 4 run the whole layer through dense attention. What is returned is certified within the budget or
-exact, never neither. Keys are promoted and values read for a whole group of query heads: a superset is sound
-for each of them.
+Policy (theory of rungs): 0 skip values or bring dropped ones back, 1 promote keys, 2 promote values, 3
+recompute the head from the originals, 4 run the whole layer through dense attention. What is returned is
+certified within the budget or exact, never neither. Keys are promoted and values read for a whole group of
+query heads: a superset is sound for each of them.
 """
 
 import math
@@ -120,6 +120,8 @@ class CertifiedStep:
         if self.blocks:
             pinned[:, 0] = pinned[:, -1] = True
         self.pinned = pinned
+        self.at_hand = self.cache.at_hand() | pinned  # others are read from the originals, if the bound asks
+        self.readmitted = torch.zeros_like(pinned)
         self.exact_keys = torch.zeros_like(pinned)
         self.exact_values = pinned.clone()
         self.read = torch.zeros_like(pinned)
@@ -193,6 +195,8 @@ class CertifiedStep:
     def _read_values(self, chosen: Tensor) -> None:
         """Sum weights times values over `[Hkv, M]` blocks, exact where promoted, else from the codes."""
         self.read |= chosen
+        self.readmitted |= chosen & ~self.at_hand
+        self.exact_values |= chosen & ~self.at_hand
         for exact in (False, True):
             head, block = (chosen & (self.exact_values == exact)).nonzero(as_tuple=True)
             for part in range(0, len(head), 1024):
@@ -306,10 +310,9 @@ class CertifiedStep:
     @phased("select")
     def _first_read(self) -> None:
         """Read the heaviest values, decide from that output which others may be skipped, read the rest."""
-        everything = torch.ones_like(self.read)
         if not self.budget.skip:
-            return self._read_values(everything)
-        self._read_values(self.pinned | self._heaviest(STAGE_ONE_MASS))
+            return self._read_values(self.at_hand)
+        self._read_values(self.pinned | (self._heaviest(STAGE_ONE_MASS) & self.at_hand))
         masses, share, _ = self.masses()
         output = (share[..., None] * self.sums).sum(-2)
         limit = self._limit(output.norm(dim=-1))
@@ -317,7 +320,7 @@ class CertifiedStep:
         cost = (masses.log_weight + self.delta_coded).exp() * (self.notes.rv[:, None] + away[..., None])
         cost = torch.nan_to_num(cost, nan=torch.inf, posinf=torch.inf)
         needed = self._dearest(torch.where(masses.skipped, cost, 0.0)[..., :-1], limit * SKIP_SHARE)
-        return self._read_values(needed & ~self.read)
+        return self._read_values(needed & ~self.read & self.at_hand)
 
     @staticmethod
     def _dearest(cost: Tensor, allowance: Tensor) -> Tensor:
@@ -334,6 +337,8 @@ class CertifiedStep:
         over = ~(bounds.total <= bounds.limit) & (room > 0) & self._within_reads()
         if not bool(over.any()):
             return False
+        if self._readmit(bounds, over):
+            return True
         half = room / 2
         before = (self.exact_keys.sum(), self.exact_values.sum(), self.read.sum())
         joint = bounds.key + bounds.dropped
@@ -354,6 +359,21 @@ class CertifiedStep:
             self.promote_values(chosen.any(1))
         after = (self.exact_keys.sum(), self.exact_values.sum(), self.read.sum())
         return any(int(a) != int(b) for a, b in zip(after, before, strict=True))
+
+    def _readmit(self, bounds: Bounds, over: Tensor) -> bool:
+        """Rung 0: read dropped blocks from the originals where they make most of the error.
+
+        The dearest ones, until the rest stays below a third of what a head may spend.
+        """
+        heads = over & (bounds.dropped > bounds.key)
+        away = ~(self.at_hand | self.read)
+        if not bool((heads[..., None] & away[:, None]).any()):
+            return False
+        allowance = torch.where(heads, (bounds.limit - bounds.rounding) / 3, torch.inf)
+        cost = torch.where(away[:, None], bounds.contribution[..., :-1], 0.0)
+        chosen = self._dearest(cost, allowance) & away
+        self._read_values(chosen)
+        return bool(chosen.any())
 
     def _within_reads(self) -> Tensor:
         """Heads that would still read less than dense attention does, `[Hkv, R]`."""

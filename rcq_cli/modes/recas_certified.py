@@ -1,0 +1,250 @@
+"""The selection of `recas` under a joint certificate over dropping and quantising.
+
+Values of dropped blocks leave the device; their INT8 keys stay, so the weight they would have had is known
+within a proven factor, and the error of leaving them out is part of the certificate. Where that part is too
+large for the budget, blocks come back from the originals before anything else is tried. No figure of this
+mode is an estimate.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rcq_cli.cache.ghosts import GhostStore
+from rcq_cli.cache.statistics import Statistics, one_row
+from rcq_cli.certify.exact import as_groups, exact_attention
+from rcq_cli.certify.ladder import Budget, CertifiedStep
+from rcq_cli.errors import SpecError
+from rcq_cli.modes._recas import (
+    EVICT_EVERY,
+    PROMPT_ROWS,
+    RecasOptions,
+    TokenHistory,
+    stage_signal,
+)
+from rcq_cli.modes._tiered import FormatOptions, TieredCounters, check_range
+from rcq_cli.modes.certified import DENOMINATORS
+from rcq_cli.protocols import Engagement, Geometry, LayerBytes, Needs, Step
+from rcq_cli.recas import selector, utility
+from rcq_cli.recas.stages import StageTracker
+
+
+@dataclass(frozen=True)  # no slots: two bases bring their own
+class Options(RecasOptions):
+    """Options of `recas-certified`."""
+
+    eps: float = 0.05
+    """error budget per head and step, relative to the exact output (absolute with denominator=abs)"""
+    denominator: str = "out"
+    """what eps is relative to: out (the head's output), layer (the layer's output), abs (nothing)"""
+    rounds: int = 5
+    """rounds of bringing back and promoting before a head is recomputed exactly"""
+    explore: float = 0.01
+    """share of blocks per step whose keys are compared with the originals only to find corruption"""
+    block: int = 32
+    """tokens per block"""
+    group: int = 16
+    """channels that share one value scale; divides the head dim"""
+
+    def __post_init__(self) -> None:
+        RecasOptions.__post_init__(self)
+        self.format()
+        check_range("eps", self.eps, 1e-9, 1e9 if self.denominator == "abs" else 1.0)
+        check_range("rounds", self.rounds, 0, 16)
+        check_range("explore", self.explore, 0.0, 1.0)
+        if self.denominator not in DENOMINATORS:
+            raise SpecError(
+                f"denominator={self.denominator!r} is not allowed", fix=f"allowed: {', '.join(DENOMINATORS)}"
+            )
+
+    def format(self) -> FormatOptions:
+        """Return the storage options, checked."""
+        return FormatOptions(block=self.block, group=self.group)
+
+
+class RecasCertifiedLayer:
+    """One layer under `recas-certified`."""
+
+    def __init__(self, geometry: Geometry, options: Options, backend: Any) -> None:
+        self.options = options
+        self.cache = GhostStore(geometry, options.format().format(), backend)
+        self.counters = TieredCounters(self.cache)
+        self.budget = Budget(options.eps, options.denominator, True, options.rounds, 0.0)
+        self.history = TokenHistory(geometry.kv_heads)
+        self.stages: StageTracker | None = None
+        self.transitions = self.since_eviction = self.evicted = self.readmitted = 0
+        self.kept_tokens = 0
+        self.ended = self.waiting = False
+        self.scratch_bytes = 0
+        self.generator = torch.Generator().manual_seed(20868)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens seen."""
+        return self.cache.tokens
+
+    def follow(self, stages: StageTracker | None) -> None:
+        """Read stage evidence from `stages`, which is told the ids of all tokens."""
+        self.stages = stages
+
+    def prefill(self, keys: Tensor, values: Tensor) -> None:
+        """Add `[Hkv, T, D]` keys and values."""
+        self.cache.extend(keys, values)
+        self.history.grow(keys.shape[1])
+
+    def end_prefill(self, seen: Statistics | None) -> None:
+        """Fix the budget and evict by the last rows of the prompt; without them wait for the first query."""
+        self.ended = True
+        geometry = self.cache.geometry
+        element = 2 * geometry.head_dim * geometry.kv_heads
+        self.kept_tokens = self.options.budget(self.tokens, element)
+        self.transitions = self.stages.transitions if self.stages else 0
+        self.waiting = seen is None and self.tokens > 0
+        if seen is not None and seen.queries.shape[1]:
+            self._judge(seen)
+
+    def _judge(self, seen: Statistics) -> None:
+        assert self.cache.originals is not None
+        keys = self.cache.originals[0].rows
+        self.history.start(seen, keys)
+        query = as_groups(seen.queries[:, -1], self.cache.geometry.kv_heads)
+        self._evict((query @ keys.double().transpose(1, 2)).mean(1) * self.cache.geometry.scale)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add the `[Hkv, D]` key and value of one token."""
+        if not self.ended:
+            self.end_prefill(None)
+        self.prefill(key[:, None], value[:, None])
+
+    def _evict(self, scores: Tensor, needed: Tensor | None = None) -> None:
+        """Keep the values of the best blocks up to the budget; a block is worth its best token.
+
+        `scores` are group-mean scores `[Hkv, T]`, `needed` blocks stay whatever they are worth.
+        """
+        blocks, size = self.cache.block_count, self.cache.fmt.block
+        if not blocks:
+            return
+        coded = blocks * size
+        index = torch.arange(coded).expand(scores.shape[0], -1)
+        worth = utility.utility(
+            utility.compatibility(scores)[:, :coded],
+            self.history.signal(index, self.tokens).double(),
+            stage_signal(self.stages, index).double(),
+            self.options.weights(),
+        ).unflatten(1, (blocks, size))
+        position = torch.arange(coded)
+        always = (position < selector.SINKS) | (position >= self.tokens - self.options.window)
+        fixed = always.unflatten(0, (blocks, size)).any(1).expand(scores.shape[0], -1) | self.cache.raw.rows
+        if needed is not None:
+            fixed = fixed | needed
+        # heads hold equally many blocks: the fullest one decides
+        count = min(blocks, max(self.kept_tokens // size, int(fixed.sum(1).max())))
+        chosen = selector.top(worth.amax(-1), count, fixed)
+        self.evicted += int((self.cache.at_hand() & ~chosen).sum()) * size
+        self.cache.keep(chosen)
+
+    def attend(self, query: Tensor) -> Step:
+        """Return the output of `[Hq, D]` queries, certified within the budget or exact."""
+        if not self.ended:
+            self.end_prefill(None)
+        if self.waiting:
+            self.waiting = False
+            assert self.cache.originals is not None
+            self._judge(one_row(query, self.cache.originals[0].rows, self.cache.geometry.scale))
+        self.counters.count()
+        self.since_eviction += 1
+        explore = torch.rand(self.cache.raw.rows.shape, generator=self.generator) < self.options.explore
+        work = CertifiedStep(self.cache, query, self.budget, explore)
+        step = work.run()
+        self.scratch_bytes = max(self.scratch_bytes, work.scratch_bytes)
+        self._after(work)
+        return step
+
+    def _after(self, work: CertifiedStep) -> None:
+        """Take the step into the history, credit what it brought back, evict where it is time."""
+        scores = torch.cat((work.scores.flatten(2), work.tail_scores), -1)
+        if work.finite:
+            everything = torch.arange(self.tokens).expand(scores.shape[0], -1)
+            self.history.add(everything, scores.softmax(-1).mean(1))
+        back = work.readmitted
+        self.readmitted += int(back.sum())
+        if self.stages is not None and bool(back.any()):
+            size = self.cache.fmt.block
+            tokens = back.any(0).repeat_interleave(size).nonzero()[:, 0]
+            self.stages.credit(tokens[tokens < self.stages.tokens].numpy())
+        now = self.stages.transitions if self.stages else 0
+        ended, self.transitions = now != self.transitions, now
+        if not work.finite:
+            return
+        if self.since_eviction >= EVICT_EVERY or ended:
+            self._evict(scores.mean(1), back)
+            self.since_eviction = 0
+        elif bool(back.any()):  # what came back stays until the next eviction, beside what was there
+            self._evict(scores.mean(1), back | self.cache.at_hand())
+
+    def exact(self, query: Tensor) -> Tensor:
+        """Return float64 attention on the originals, `[Hq, D]`."""
+        assert self.cache.originals is not None
+        keys, values = (slab.rows for slab in self.cache.originals)
+        groups = as_groups(query, keys.shape[0])
+        return exact_attention(groups, keys, values, self.cache.geometry.scale).output.flatten(0, 1)
+
+    def fork(self) -> "RecasCertifiedLayer":
+        """Return an independent copy; counters of steps start anew, what was evicted stays counted."""
+        twin = RecasCertifiedLayer(self.cache.geometry, self.options, self.cache.backend)
+        twin.cache = self.cache.fork()
+        twin.counters = TieredCounters(twin.cache)
+        twin.history, twin.stages, twin.transitions = self.history.fork(), self.stages, self.transitions
+        twin.evicted, twin.kept_tokens = self.evicted, self.kept_tokens
+        twin.ended, twin.waiting, twin.scratch_bytes = self.ended, self.waiting, self.scratch_bytes
+        twin.generator = self.generator.clone_state()
+        return twin
+
+    def bytes(self) -> LayerBytes:
+        """Return what is allocated now; history counts as metadata of the device."""
+        held = self.cache.bytes(self.scratch_bytes)
+        return LayerBytes(
+            device=held.device + self.history.nbytes,
+            host=held.host,
+            metadata=held.metadata + self.history.nbytes,
+            scratch=held.scratch,
+            dense_equivalent=held.dense_equivalent,
+        )
+
+    def engagement(self) -> Engagement:
+        """Return whether codes were written and read, and how many blocks came back."""
+        record = self.counters.engagement()
+        details = {"readmitted_blocks": self.readmitted, "ghost_blocks": int((~self.cache.at_hand()).sum())}
+        return Engagement(
+            record.steps,
+            record.steps_acted,
+            record.coded_elems,
+            self.evicted,
+            record.engaged,
+            record.reason,
+            details=details,
+        )
+
+
+class RecasCertified:
+    """The selection of `recas`, certified."""
+
+    name = "recas-certified"
+    summary = "the selection of recas with INT8 ghosts of what is dropped; every head certified or exact"
+    label = "certified"
+    certifies = True
+    Options = Options
+
+    def needs(self, options: Any) -> Needs:
+        """Return the last rows of the prompt and the token ids."""
+        del options
+        return Needs(last_rows=PROMPT_ROWS, token_ids=True)
+
+    def open(self, geometry: Geometry, options: Any, backend: Any) -> RecasCertifiedLayer:
+        """Make the empty cache of one layer."""
+        return RecasCertifiedLayer(geometry, options, backend)
+
+
+MODE = RecasCertified()
