@@ -376,8 +376,8 @@ def _pareto(document: Record) -> str:
     for cell in document["cells"]:
         usable = cell.get("bytes") and cell.get("score") is not None and cell["bytes"]["dense_equivalent"]
         if usable and cell.get("higher_is_better", True):
-            place = (_columns.place(cell), _columns.model_name(cell), cell["metric"])
-            groups.setdefault(place, []).append(cell)
+            key = (_columns.place(cell), _columns.model_name(cell), cell["metric"])
+            groups.setdefault(key, []).append(cell)
     parts = []
     for (place, model, metric), cells in groups.items():
         if len(cells) < 2:
