@@ -8,15 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rcq_cli.tasks._traces import SINKS, UNIT, Checkpoint, Trace
+from rcq_cli.tasks._traces import KEY_DIM, SINKS, UNIT, Checkpoint, Trace, ghost_keys
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from rcq_cli.recas.utility import Weights
 
 DECAY = 0.9
 """lambda of the accumulated attention, per checkpoint."""
+GHOST_SEED = 64
 SHARE = 0.345
 """Share of all tokens that a policy without a notion of mass keeps: what RECAS was published to keep."""
 
@@ -38,6 +40,8 @@ class Policy:
     """Whether fewer tokens are read than kept."""
     share: float | None = None
     """Share of all tokens that is kept, instead of what `retain_loss` leaves."""
+    certified: bool = False
+    """Whether INT8 ghosts certify what leaving tokens out costs."""
 
 
 def policy_of(mode: str, options: Any) -> Policy:
@@ -53,6 +57,7 @@ def policy_of(mode: str, options: Any) -> Policy:
             active_utility=options.active_utility,
             window=options.window,
             sparse=True,
+            certified=mode == "recas-certified",
         )
     order, weights = _RIVALS[mode]
     return Policy(order, Weights(*weights), 0.0, 0.0, 0.0, WINDOW, sparse=False, share=SHARE)
@@ -152,6 +157,7 @@ class Values:
 
 def measure(trace: Trace, policy: Policy) -> dict[str, float]:
     """Return the metrics of one trace: means over its checkpoints but the first, shares of its anchors."""
+    import numpy as np
     import torch
 
     selection = Selection(policy, trace.length)
@@ -164,12 +170,44 @@ def measure(trace: Trace, policy: Policy) -> dict[str, float]:
         asked, found = asked + len(available), found + int(available.sum())
         mass = torch.softmax(torch.from_numpy(checkpoint.logits), 0)
         chosen = selection.select(checkpoint, mass)
-        if stage:
-            rows.append(_figures(mass, values, chosen))
+        if not stage:
+            continue
+        figures = _figures(mass, values, chosen)
+        if policy.certified:
+            draw = np.random.default_rng([GHOST_SEED, trace.index, stage])
+            figures = _certified(draw, checkpoint, values, chosen, figures)
+        rows.append(figures)
     return {"critical_recall": found / asked, **_summary(rows)}
 
 
-_MEDIANS = ("bound_tightness",)
+def _certified(
+    draw: np.random.Generator,
+    checkpoint: Checkpoint,
+    values: Values,
+    chosen: Chosen,
+    figures: dict[str, float],
+) -> dict[str, float]:
+    """Add what the joint certificate says of this checkpoint; true errors are checked against it."""
+    import torch
+
+    from rcq_cli.recas.joint import Head, joint_certificate
+
+    query, keys = (torch.from_numpy(array) for array in ghost_keys(draw, checkpoint.logits))
+    head = Head(query, keys, values.rows[: checkpoint.tokens], KEY_DIM**-0.5)
+    read = torch.zeros(checkpoint.tokens, dtype=torch.bool)
+    read[chosen.active] = True
+    found = joint_certificate(head, read)
+    mass = torch.softmax(keys @ query * head.scale, 0)
+    error = (mass @ head.values - found.output).norm()
+    lost = torch.where(read, 0.0, mass).sum()
+    wrong = int(not error <= found.bound) + int(not found.mass[0] <= lost <= found.mass[1])
+    return figures | {
+        "certified_relative_bound": found.bound / float(found.output.norm()),
+        "bound_violations": figures["bound_violations"] + wrong,
+    }
+
+
+_MEDIANS = ("bound_tightness", "certified_relative_bound")
 _SUMS = ("bound_violations",)
 
 

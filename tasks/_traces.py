@@ -22,7 +22,7 @@ UNIT = 16
 CRITICAL = slice(4, 8)
 """Tokens of an anchor's unit that are critical."""
 SINKS = 4
-VALUE_DIM = 32
+VALUE_DIM, KEY_DIM = 32, 64
 FIRST_SEED = 1000003
 
 
@@ -59,6 +59,7 @@ class Checkpoint(NamedTuple):
 class Trace(NamedTuple):
     """One trace; its checkpoints are drawn when asked for, in order."""
 
+    index: int
     length: int
     values: Array
     """float64 `[N, 32]`"""
@@ -83,7 +84,7 @@ def draw_trace(index: int, seed: int, recipe: Recipe) -> Trace:
     values += 0.45 * draw.standard_normal(VALUE_DIM)
     links = [units[restated & (planted == stage)] for stage in range(STAGES)]
     asked = [critical[asked_at == stage] for stage in range(STAGES)]
-    return Trace(length, values, _checkpoints(draw, ends, persistent, links, asked, recipe))
+    return Trace(index, length, values, _checkpoints(draw, ends, persistent, links, asked, recipe))
 
 
 def _boundaries(draw: np.random.Generator, length: int) -> list[int]:
@@ -112,3 +113,12 @@ def _checkpoints(
         logits[asked[stage]] += recipe.lift
         false = np.flatnonzero(draw.random(tokens // UNIT) < recipe.false_links)
         yield Checkpoint(tokens, logits, np.concatenate((links[stage], false)), asked[stage])
+
+
+def ghost_keys(draw: np.random.Generator, logits: Array) -> tuple[Array, Array]:
+    """Return a query `[64]` and keys `[b, 64]` whose scores q . k / 8 are `logits`, random otherwise."""
+    query = draw.standard_normal(KEY_DIM)
+    keys = draw.standard_normal((len(logits), KEY_DIM))
+    wanted = logits * KEY_DIM**0.5 - keys @ query
+    keys += wanted[:, None] * query / (query @ query)
+    return query, keys

@@ -29,7 +29,7 @@ class Options:
     """share of all units that is linked without reason at each transition"""
     spread: float = 2.88
     """standard deviation of the persistent logits; larger means fewer tokens hold the mass"""
-    dormant: float = 3.3
+    dormant: float = 3.4
     """mean logit of critical tokens while nobody asks for them"""
     lift: float = 4.0
     """what is added to it in the stage that asks"""

@@ -34,8 +34,6 @@ class SelectionOptions:
     """newest tokens that are always kept and read, beside the first four"""
     active_loss: float = 0.004
     """share of the kept mass that may be left unread"""
-    refresh: int = 8
-    """decode steps between two choices of what is read"""
     active_utility: float = 0.5
     """weight of utility in the choice of what is read"""
     retain_loss: float = 0.0026
@@ -45,7 +43,6 @@ class SelectionOptions:
         for name in ("alpha", "beta", "gamma", "active_utility"):
             check_range(name, getattr(self, name), 0.0, 1e6)
         check_range("window", self.window, 1, 2**20)
-        check_range("refresh", self.refresh, 1, EVICT_EVERY)
         check_range("active_loss", self.active_loss, 0.0, 1.0)
         check_range("retain_loss", self.retain_loss, 0.0, 1.0)
 

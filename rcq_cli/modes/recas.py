@@ -78,7 +78,6 @@ class RecasLayer:
         self.history = TokenHistory(heads)
         self.worth = torch.zeros(heads, 0)
         self.evicted_history = torch.zeros(heads)
-        self.active = torch.zeros(heads, 0, dtype=torch.bool)
         self.stages: StageTracker | None = None
         self.transitions = self.stages_since_probe = 0
         self.controller = Controller(0, options.minimum)
@@ -89,6 +88,8 @@ class RecasLayer:
         self.ended = self.waiting = False
         self.steps = self.steps_acted = self.evicted = self.exhausted = self.probes = 0
         self.scratch_bytes = 0
+        self.active = torch.zeros(heads, 0, dtype=torch.bool)
+        """What the last step read of the kept tokens, `[Hkv, n]`."""
 
     # -- storage --------------------------------------------------------------------------------------------
 
@@ -111,8 +112,6 @@ class RecasLayer:
         self.positions.extend(fresh.expand(keys.shape[0], count))
         self.history.grow(count)
         self.worth = torch.cat((self.worth, torch.zeros(keys.shape[0], count)), 1)
-        # what is newer than the last choice is read
-        self.active = torch.cat((self.active, torch.ones(keys.shape[0], count, dtype=torch.bool)), 1)
 
     def end_prefill(self, seen: Statistics | None) -> None:
         """Fix the budget and evict by the last rows of the prompt; without them wait for the first query."""
@@ -187,15 +186,13 @@ class RecasLayer:
             self._judge(one_row(query, self.kept[0].rows, self.geometry.scale))
         self.steps += 1
         self.since_eviction += 1
-        reading = self._controlled(
-            groups, choose=self.steps % self.options.refresh == 1 % self.options.refresh
-        )
-        output = reading.output
+        reading = self._controlled(groups)
         self._after(groups, reading)
-        return Step(store(output, self.dtype)[0].flatten(0, 1), None)
+        self.active = reading.read
+        return Step(store(reading.output, self.dtype)[0].flatten(0, 1), None)
 
-    def _read(self, groups: Tensor, *, choose: bool) -> Reading:
-        """Read the kept tokens that were last chosen for it, or choose anew."""
+    def _read(self, groups: Tensor) -> Reading:
+        """Choose what is read of the kept tokens, and read it."""
         keys, values = (slab.rows.double() for slab in self.kept)
         scores = (groups @ keys.transpose(1, 2)) * self.geometry.scale
         mean = scores.mean(1)
@@ -203,12 +200,8 @@ class RecasLayer:
         standard = utility.standard_scores(mean)
         ranked = selector.sparse_scores(standard, worth, self.options.active_utility)
         weights = scores.softmax(-1)
-        index = self._index()
-        if choose:
-            share, always = 1 - self.options.active_loss, self._protected(index)
-            chosen = selector.covering(ranked, weights.mean(1), share, always)
-            self.active = self.active.scatter(1, index, chosen)
-        read = self.active.gather(1, index)
+        always = self._protected(self._index())
+        read = selector.covering(ranked, weights.mean(1), 1 - self.options.active_loss, always)
         used = torch.where(read[:, None], weights, 0.0)
         used = used / used.sum(-1, keepdim=True)
         self.scratch_bytes = max(self.scratch_bytes, 8 * (2 * keys.numel() + 3 * scores.numel()))
@@ -244,9 +237,9 @@ class RecasLayer:
             for head in range(read.shape[0])
         ]
 
-    def _controlled(self, groups: Tensor, *, choose: bool) -> Reading:
+    def _controlled(self, groups: Tensor) -> Reading:
         """Read, and widen what is kept while the calibrated estimate of the loss is too large."""
-        reading = self._read(groups, choose=choose)
+        reading = self._read(groups)
         if not self.options.adapt or len(self.calibrator.residuals) < LEAST_PROBES:
             return reading
         found = [reading]
@@ -254,7 +247,7 @@ class RecasLayer:
         def mass(budget: int) -> float:
             if budget > self._index().shape[1]:
                 self._readmit(budget)
-                found.append(self._read(groups, choose=True))
+                found.append(self._read(groups))
             return max(self.calibrator.upper(value) for value in self._estimates(found[-1]))
 
         decision = self.controller.step(mass, self._allowed(reading), self.tokens)
@@ -334,7 +327,7 @@ class RecasLayer:
         twin = RecasLayer(self.geometry, self.options, self.backend)
         twin.originals = tuple(slab.fork() for slab in self.originals)
         twin.kept, twin.positions = tuple(slab.fork() for slab in self.kept), self.positions.fork()
-        twin.history, twin.worth, twin.active = self.history.fork(), self.worth, self.active
+        twin.history, twin.worth = self.history.fork(), self.worth
         twin.stages, twin.transitions = self.stages, self.transitions
         twin.evicted_history, twin.evicted = self.evicted_history, self.evicted
         twin.controller.budget, twin.ended, twin.waiting = self.controller.budget, self.ended, self.waiting

@@ -9,7 +9,7 @@ torch's own ways over all tokens. Nothing here decides anything; it only measure
 import math
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import numba
@@ -20,10 +20,8 @@ from rcq_cli.recas.utility import DECAY, Weights
 
 HEADS, DIM = 8, 64
 LENGTHS = (4096, 8192, 16384)
-STEPS, REFRESH = 200, 8
-"""Timed steps, and steps between two choices of what is read."""
-WARM_UP = 3
-"""Cycles of `REFRESH` steps before the first timed one."""
+WARM_UP, STEPS, ROUND = 20, 200, 20
+"""Untimed and timed steps, and how many of one side run before the other has its turn."""
 BINS = 1024
 _LOG2_E = math.log2(math.e)
 # minimax fit of 2^x on [0, 1), relative error 2e-7
@@ -34,7 +32,7 @@ _jit: Callable[[Any], Any] = numba.njit(cache=True, fastmath=True, nogil=True, e
 
 
 class Latency(NamedTuple):
-    """Mean over the lengths of the median time of a step."""
+    """Geometric means over the lengths of the median time of a step, so that the ratio is one of ratios."""
 
     ratio: float
     sparse_ms: float
@@ -60,14 +58,15 @@ class Timing(NamedTuple):
 
 
 @_jit
-def _exponentials(x: Any, count: int, out: Any, bits: Any) -> float:
-    """Write e^(x - max x) of the first `count` scores into `out` and return the sum."""
+def _exponentials(x: Any, chosen: Any, count: int, out: Any, bits: Any) -> float:
+    """Write e^(x - max x) of the chosen scores into the front of `out` and return the sum."""
     c0, c1, c2, c3, c4, c5, c6 = _EXP2
-    shift = x[0]
+    shift = x[chosen[0]]
     for i in range(count):
-        shift = max(shift, x[i])
+        out[i] = x[chosen[i]]
+        shift = max(shift, out[i])
     for i in range(count):
-        y = max((x[i] - shift) * np.float32(_LOG2_E), np.float32(-126.0))
+        y = max((out[i] - shift) * np.float32(_LOG2_E), np.float32(-126.0))
         whole = np.floor(y)
         f = y - whole
         out[i] = c0 + f * (c1 + f * (c2 + f * (c3 + f * (c4 + f * (c5 + f * c6)))))
@@ -81,8 +80,8 @@ def _exponentials(x: Any, count: int, out: Any, bits: Any) -> float:
 
 
 @_jit
-def _scores(query: Any, keys: Any, count: int, out: Any) -> None:
-    for t in range(count):
+def _scores(query: Any, keys: Any, out: Any) -> None:
+    for t in range(keys.shape[0]):
         total = np.float32(0.0)
         for c in range(DIM):
             total += query[c] * keys[t, c]
@@ -119,8 +118,8 @@ def _rank(scores: Any, columns: Any, signals: Any, rank: Any) -> None:
 
 
 @_jit
-def _select(rank: Any, count: int, always: Any, counts: Any, bins: Any, chosen: Any) -> None:
-    """Mark the `count` best tokens, those of `always` among them, in `chosen`, by a histogram of ranks."""
+def _select(rank: Any, count: int, always: Any, counts: Any, bins: Any, chosen: Any) -> int:
+    """Write the `count` best tokens, those of `always` among them, into `chosen`; return how many."""
     n = rank.shape[0]
     low, high = rank[0], rank[0]
     for i in range(n):
@@ -137,46 +136,29 @@ def _select(rank: Any, count: int, always: Any, counts: Any, bins: Any, chosen: 
         above += counts[edge]
         edge -= 1
     # of the bin on the edge as many as still fit; its tokens differ by less than a thousandth of the range
-    room = count - above
+    room, found, taken = count - above, 0, 0
     for i in range(n):
         on_edge = bins[i] == edge
-        chosen[i] = (bins[i] > edge) | (on_edge & (room > 0))
-        room -= on_edge
+        take = (bins[i] > edge) | (on_edge & (taken < room))
+        taken += on_edge
+        chosen[found] = i  # without a branch: the next token overwrites it unless it is taken
+        found += take
+    return found
 
 
 @_jit
-def _move_to_front(chosen: Any, count: int, keys: Any, values: Any, columns: Any, always: Any) -> int:
-    """Swap rows so that the `count` chosen tokens stand first; return the number of swaps."""
-    j, swaps = count, 0
-    for i in range(count):
-        if chosen[i]:
-            continue
-        while not chosen[j]:
-            j += 1
-        for c in range(DIM):
-            keys[i, c], keys[j, c] = keys[j, c], keys[i, c]
-            values[i, c], values[j, c] = values[j, c], values[i, c]
-        for k in range(columns.shape[0]):
-            columns[k, i], columns[k, j] = columns[k, j], columns[k, i]
-        always[i], always[j] = always[j], always[i]
-        j += 1
-        swaps += 1
-    return swaps
-
-
-@_jit
-def _read(weights: Any, values: Any, count: int, total: float, out: Any) -> None:
+def _read(weights: Any, values: Any, chosen: Any, count: int, total: float, out: Any) -> None:
+    """Write the weighted mean of the chosen values into `out`; four rows at a time stay in registers."""
     out[:] = 0
     whole = count - count % 4
     for j in range(0, whole, 4):
         a, b, c, d = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+        ra, rb, rc, rd = chosen[j], chosen[j + 1], chosen[j + 2], chosen[j + 3]
         for i in range(DIM):
-            out[i] += (a * values[j, i] + b * values[j + 1, i]) + (
-                c * values[j + 2, i] + d * values[j + 3, i]
-            )
+            out[i] += (a * values[ra, i] + b * values[rb, i]) + (c * values[rc, i] + d * values[rd, i])
     for j in range(whole, count):
         for i in range(DIM):
-            out[i] += weights[j] * values[j, i]
+            out[i] += weights[j] * values[chosen[j], i]
     share = np.float32(1.0) / np.float32(total)
     for i in range(DIM):
         out[i] *= share
@@ -184,41 +166,27 @@ def _read(weights: Any, values: Any, count: int, total: float, out: Any) -> None
 
 @_jit
 def sparse_step(
-    refresh: bool,
-    query: Any,
-    keys: Any,
-    values: Any,
-    columns: Any,
-    always: Any,
-    count: int,
-    room: Any,
-    out: Any,
+    query: Any, keys: Any, values: Any, columns: Any, always: Any, count: int, room: Any, out: Any
 ) -> None:
-    """Run one decode step of all heads: with `refresh` choose anew what is read, else read the last choice.
+    """Run one decode step of all heads: score what is kept, choose what is read, read it, remember it.
 
-    `query` `[H, D]`, `keys` and `values` `[H, n, D]`, `columns` `[H, 3, n]`: history, evidence, age factors.
-    The first `count` rows of each head are those that are read, so that reading is sequential. `room` holds
-    the scratch arrays.
+    `query` `[H, D]`, scaled, `keys` and `values` `[H, n, D]`, `columns` `[H, 3, n]`: history, evidence, age
+    factors. `room` holds the scratch arrays; its chosen tokens are those of the last head.
     """
     scores, weights, rank, bits, counts, bins, chosen, signals = room
     decay = np.float32(DECAY)
     for head in range(keys.shape[0]):
         history = columns[head, 0]
-        if refresh:
-            _scores(query[head], keys[head], keys.shape[1], scores)
-            _rank(scores, columns[head], signals, rank)
-            _select(rank, count, always[head], counts, bins, chosen)
-            # scores move with their rows
-            _move_to_front(chosen, count, keys[head], values[head], columns[head], always[head])
-            faded = np.float32(DECAY**REFRESH)
-            for i in range(count, keys.shape[1]):
-                history[i] *= faded
-        _scores(query[head], keys[head], count, scores)
-        total = _exponentials(scores, count, weights, bits)
-        _read(weights, values[head], count, total, out[head])
+        _scores(query[head], keys[head], scores)
+        _rank(scores, columns[head], signals, rank)
+        found = _select(rank, count, always[head], counts, bins, chosen)
+        total = _exponentials(scores, chosen, found, weights, bits)
+        _read(weights, values[head], chosen, found, total, out[head])
+        for i in range(history.shape[0]):
+            history[i] *= decay
         share = (np.float32(1.0) - decay) / np.float32(total)
-        for i in range(count):
-            history[i] = decay * history[i] + share * weights[i]
+        for i in range(found):
+            history[chosen[i]] += share * weights[i]
 
 
 class Layer:
@@ -243,11 +211,9 @@ class Layer:
         weights = Weights()
         self.room = (
             *(np.empty(kept, dtype=np.float32) for _ in range(3)),
-            *(np.empty(size, dtype=np.int32) for size in (kept, BINS, kept)),
-            np.empty(kept, dtype=bool),
+            *(np.empty(size, dtype=np.int32) for size in (kept, BINS, kept, kept + 1)),
             np.array([weights.alpha, weights.beta, weights.gamma], dtype=np.float32),
         )
-        self.steps = 0
 
     def turn(self) -> None:
         """Let the query drift: half of it is new after about eleven steps."""
@@ -257,10 +223,9 @@ class Layer:
     def sparse(self) -> Any:
         """Run the next sparse step and return its `[H, D]` output."""
         sparse_step(
-            self.steps % REFRESH == 0, self.query * np.float32(DIM**-0.5), self.kept_keys, self.kept_values,
+            self.query * np.float32(DIM**-0.5), self.kept_keys, self.kept_values,
             self.columns, self.always, self.active, self.room, self.output,
         )  # fmt: skip
-        self.steps += 1
         return self.output
 
     def full_ways(self) -> dict[str, Callable[[], Any]]:
@@ -290,7 +255,7 @@ def layer_latency(
     finally:
         torch.set_num_threads(threads)
     sparse, full = (
-        sum(getattr(timing, name)[0] for timing in found) / len(found) for name in ("sparse_ms", "full_ms")
+        geometric_mean(getattr(timing, name)[0] for timing in found) for name in ("sparse_ms", "full_ms")
     )
     return Latency(sparse / full, sparse, full, found)
 
@@ -300,18 +265,15 @@ def _timing(tokens: int, kept_share: float, active_share: float, steps: int) -> 
     layer = Layer(tokens, kept, min(kept, max(133, round(active_share * tokens))))
     ways = {"sparse": layer.sparse, **layer.full_ways()}
     spent: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(WARM_UP + steps // REFRESH):
+    for number in range(0, WARM_UP + steps, ROUND):
         for name, run in ways.items():
-            # a whole cycle, so that the steps that choose anew count with their share
-            cycle = 0
-            for _ in range(REFRESH):
+            for step in range(number, min(number + ROUND, WARM_UP + steps)):
                 layer.turn()
                 # time of this thread: what others do on the machine does not count
                 started = time.thread_time_ns()
                 run()
-                cycle += time.thread_time_ns() - started
-            if number >= WARM_UP:
-                spent[name].append(cycle / REFRESH / 1e6)
+                if step >= WARM_UP:
+                    spent[name].append((time.thread_time_ns() - started) / 1e6)
     best = min((name for name in ways if name != "sparse"), key=lambda name: median(spent[name]))
     return Timing(tokens, kept, layer.active, _spread(spent[best]), _spread(spent["sparse"]), best)
 

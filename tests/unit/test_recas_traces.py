@@ -62,9 +62,9 @@ def test_lengths_take_turns_and_stages_end_on_units_up_to_the_last_token():
 
 
 def test_every_anchor_is_asked_for_once_after_two_stages_and_its_logit_is_lifted():
-    quiet = Recipe(2.88, 3.3, 0.0, 8, 1.0, 0.0)
+    quiet = Recipe(2.88, 3.4, 0.0, 8, 1.0, 0.0)
     for index in range(4):
-        lifted = list(draw_trace(index, 0, Recipe(2.88, 3.3, 4.0, 8, 1.0, 0.0)).checkpoints)
+        lifted = list(draw_trace(index, 0, Recipe(2.88, 3.4, 4.0, 8, 1.0, 0.0)).checkpoints)
         plain = list(draw_trace(index, 0, quiet).checkpoints)
         asked = [stage for stage, c in enumerate(lifted) for _ in c.asked]
         assert len(asked) == 8
@@ -78,17 +78,17 @@ def test_every_anchor_is_asked_for_once_after_two_stages_and_its_logit_is_lifted
 
 def test_every_planted_unit_is_linked_when_its_stage_closes_and_none_without_links():
     for index in range(4):
-        checkpoints = list(draw_trace(index, 0, Recipe(2.88, 3.3, 4.0, 8, 1.0, 0.0)).checkpoints)
+        checkpoints = list(draw_trace(index, 0, Recipe(2.88, 3.4, 4.0, 8, 1.0, 0.0)).checkpoints)
         planted = {int(row[0]) // UNIT for c in checkpoints for row in c.asked}
         assert {int(u) for c in checkpoints[:2] for u in c.linked} == planted
         assert all(len(c.linked) == 0 for c in checkpoints[2:])
         assert all(int(u) * UNIT < checkpoints[0].tokens for u in checkpoints[0].linked)
-        none = draw_trace(index, 0, Recipe(2.88, 3.3, 4.0, 8, 0.0, 0.0))
+        none = draw_trace(index, 0, Recipe(2.88, 3.4, 4.0, 8, 0.0, 0.0))
         assert sum(len(c.linked) for c in none.checkpoints) == 0
 
 
 def test_false_links_hit_their_share_of_the_units():
-    recipe = Recipe(2.88, 3.3, 4.0, 8, 0.0, 0.05)
+    recipe = Recipe(2.88, 3.4, 4.0, 8, 0.0, 0.05)
     shares = [len(c.linked) / (c.tokens / UNIT) for t in traces(8, recipe) for c in t.checkpoints]
     assert np.mean(shares) == pytest.approx(0.05, abs=0.005)
 
@@ -125,8 +125,8 @@ def test_no_bound_is_violated_under_any_policy(by_policy):
 
 def test_links_that_are_never_made_cost_recall_in_proportion():
     policy = policy_of("recas", RecasOptions())
-    half = [measure(t, policy) for t in traces(24, Recipe(2.88, 3.3, 4.0, 8, 0.5, 0.01))]
-    none = [measure(t, policy) for t in traces(24, Recipe(2.88, 3.3, 4.0, 8, 0.0, 0.01))]
+    half = [measure(t, policy) for t in traces(24, Recipe(2.88, 3.4, 4.0, 8, 0.5, 0.01))]
+    none = [measure(t, policy) for t in traces(24, Recipe(2.88, 3.4, 4.0, 8, 0.0, 0.01))]
     lost, all_lost = 1 - mean(half, "critical_recall"), 1 - mean(none, "critical_recall")
     assert 0.25 * all_lost < lost < 0.75 * all_lost
 
