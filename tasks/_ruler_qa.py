@@ -90,7 +90,7 @@ class Documents(Part):
 
     def unit_tokens(self) -> tuple[float, int]:
         """Return the tokens of an average word, and of the longest with the head of a document."""
-        text = "\n\n".join(self.units.first(_SAMPLE_WORDS))
+        text = "\n\n".join(self.units.first(max(_SAMPLE_WORDS, self.budget // 32)))
         words = set(text.split())
         head = self.cost("\n\n[99] ")
         return self.cost(text) / len(text.split()), head + max(self.cost(" " + word) for word in words)

@@ -67,11 +67,22 @@ def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Jso
     reference = next((pair["reference"] for pair in pairs), cells[0]["mode"])
     rows = tuple(_row(cell, by_mode.get(cell["mode"]), cell["mode"] == reference) for cell in cells)
     notes = [f"{pair['candidate']}: {'; '.join(told)}" for pair in pairs if (told := _reasons(pair))]
+    notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _distance(cell))]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _columns.engaged(cell))]
     notes += [f"{cell['mode']}: run is {cell['status']}" for cell in cells if cell["status"] != "complete"]
     return without_empty_columns(
         Table(_title(cells, pairs), COLUMNS, rows, tuple(notes)), "nothing was measured there"
     )
+
+
+def _distance(cell: Mapping[str, Json]) -> str:
+    """Return how far the predictions are from those of the dense model, where that was measured."""
+    metrics: Mapping[str, float] = cell.get("metrics") or {}
+    if "kl_mean" not in metrics:
+        return ""
+    mean, high, flips = (metrics[name] for name in ("kl_mean", "kl_p99", "top1_flip"))
+    divergence = f"KL {significant(mean)} nats per token (p99 {significant(high)})"
+    return f"against the dense predictions: {divergence}, likeliest token changed at {100 * flips:.1f} %"
 
 
 def _title(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Json]]) -> str:
