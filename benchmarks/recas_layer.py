@@ -2,7 +2,7 @@
 
     python benchmarks/recas_layer.py --kept 0.341 --active 0.268 --json FILE
 
-The table gives median, tenth and ninetieth percentile in milliseconds of the thread's own time. Shares default
+The table gives median, tenth and ninetieth percentile in ms of the thread's own time. Shares default
 to those of `rcq eval --task recas-traces --mode recas`.
 """
 
@@ -32,9 +32,8 @@ def main() -> None:
             f"{row.tokens:>8} {row.kept_tokens:>7} {row.active_tokens:>7}  {full}  {sparse}"
             f"  {row.ratio:.3f}  {row.full_by}"
         )
-    print(
-        f"geometric mean: full {found.full_ms:.3f} ms, sparse {found.sparse_ms:.3f} ms, ratio {found.ratio:.3f}"
-    )
+    means = f"full {found.full_ms:.3f} ms, sparse {found.sparse_ms:.3f} ms, ratio {found.ratio:.3f}"
+    print(f"geometric mean: {means}")
     if args.json:
         record = {
             "kept_share": args.kept,

@@ -184,8 +184,28 @@ def cell(
         **_speed([timings[row["key"]] for row in good if row["key"] in timings]),
         "bytes": _largest_bytes(good),
         "certificates": _shown(certificates),
+        **_estimates(good),
         "status": status,
     }
+
+
+def _estimates(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return how often a calibrated estimate covered what a probe measured; nothing where none was made.
+
+    `tested` counts the probes that met an estimate below 1, since only those could be missed.
+    """
+    from rcq_cli.stats import clopper_pearson
+
+    names = ("estimate_probes", "estimate_misses", "estimate_tested")
+    probes, misses, tested = (sum(row["engaged"].get(name, 0) for row in rows) for name in names)
+    if not any(names[0] in row["engaged"] for row in rows):
+        return {}
+    found: dict[str, Any] = {"label": "calibrated" if tested else "none", "probes": probes, "tested": tested}
+    if not probes:
+        return {"estimates": found | {"coverage": None, "coverage_status": "no_probes"}}
+    covered = probes - misses
+    interval = list(clopper_pearson(covered, probes))
+    return {"estimates": found | {"coverage": covered / probes, "coverage_ci": interval}}
 
 
 def _shown(certificates: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -165,6 +165,16 @@ def wilson(successes: float, n: int, alpha: float = ALPHA) -> Interval:
     return Interval(max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n)))
 
 
+def clopper_pearson(successes: int, n: int, alpha: float = ALPHA) -> Interval:
+    """Return the exact interval of a share: at either end a count so far off has probability alpha."""
+    low, high = 0.0, 1.0
+    if successes > 0:
+        low = _bisect(lambda p: beta_cdf(p, successes, n - successes + 1) < alpha, 0.0, 1.0)
+    if successes < n:
+        high = _bisect(lambda p: beta_cdf(p, successes + 1, n - successes) < 1 - alpha, 0.0, 1.0)
+    return Interval(low, high)
+
+
 def newcombe_paired(a: int, b: int, c: int, d: int, alpha: float = ALPHA) -> Interval:
     """Return Newcombe's square-and-add interval of the paired difference, correlation included."""
     n = a + b + c + d

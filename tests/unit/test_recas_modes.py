@@ -247,3 +247,36 @@ def test_both_modes_save_device_memory_and_say_so():
         record = layer.engagement()
         assert record.engaged
         assert record.evicted_tokens > 0
+
+
+# -- what a cell says of estimates --------------------------------------------------------------------------
+
+
+def test_the_coverage_interval_is_the_exact_one():
+    from scipy.stats import binomtest
+
+    from rcq_cli.stats import clopper_pearson
+
+    for right, n in [(0, 5), (5, 5), (3, 10), (180, 200), (1, 1000)]:
+        exact = binomtest(right, n).proportion_ci(method="exact")
+        assert clopper_pearson(right, n) == pytest.approx((exact.low, exact.high), abs=1e-9)
+
+
+def test_a_cell_keeps_estimates_apart_from_certificates():
+    from rcq_cli.records import _estimates
+
+    rows = [
+        {"engaged": {"estimate_probes": 30, "estimate_misses": 2, "estimate_tested": 12}},
+        {"engaged": {"estimate_probes": 10, "estimate_misses": 2, "estimate_tested": 3}},
+    ]
+    found = _estimates(rows)["estimates"]
+    assert (found["label"], found["probes"], found["tested"], found["coverage"]) == (
+        "calibrated",
+        40,
+        15,
+        0.9,
+    )
+    assert found["coverage_ci"][0] < 0.9 < found["coverage_ci"][1]
+    assert _estimates([{"engaged": {"engaged": True}}]) == {}
+    none = _estimates([{"engaged": {"estimate_probes": 0, "estimate_misses": 0, "estimate_tested": 0}}])
+    assert (none["estimates"]["label"], none["estimates"]["coverage"]) == ("none", None)
