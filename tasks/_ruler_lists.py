@@ -19,6 +19,7 @@ _EXAMPLE_SHARE = 4
 """A solved example takes at most this part of the budget."""
 _EXAMPLE_TOKENS = 500
 _COMMON = 10
+_ENTRY_TOKENS = 6
 _ZETA_2 = 1.644934
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -143,7 +144,11 @@ class CommonWords(Part):
 
     def unit_tokens(self) -> tuple[float, int]:
         """Return the tokens of the entries that one more word adds: average and largest."""
-        costs = [self.times[1] * self.cost(f"123. {word} ") for word in self._first(400)[_COMMON:]]
+        likely = max(400, self.budget // (_ENTRY_TOKENS * self.times[1]))
+        # invented words come last and cost more, as do larger numbers
+        sampled = self._first(likely)[_COMMON :: likely // 200]
+        number = likely * self.times[1] // 2
+        costs = [self.times[1] * self.cost(f"{number}. {word} ") for word in sampled]
         return sum(costs) / len(costs), max(costs)
 
     def render(self, units: int) -> str:

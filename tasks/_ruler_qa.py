@@ -90,15 +90,17 @@ class Documents(Part):
 
     def unit_tokens(self) -> tuple[float, int]:
         """Return the tokens of an average word, and of the longest with the head of a document."""
-        text = "\n\n".join(self.units.first(max(_SAMPLE_WORDS, self.budget // 32)))
+        texts = self.units.first(max(_SAMPLE_WORDS, self.budget // 32))
+        count = sum(len(text.split()) for text in texts)
+        text = _numbered(texts)
         words = set(text.split())
         head = self.cost("\n\n[99] ")
-        return self.cost(text) / len(text.split()), head + max(self.cost(" " + word) for word in words)
+        return self.cost(text) / count, head + max(self.cost(" " + word) for word in words)
 
     def render(self, units: int) -> str:
         """Return instruction, documents, instruction, question."""
         texts = self._ordered(self.units.first(units))
-        listed = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
+        listed = _numbered(texts)
         question = self.wording["qa_question"].format(question=self.case.question)
         return "\n\n".join((self.wording["qa_instruction"], listed, self.wording["qa_instruction"], question))
 
@@ -132,6 +134,10 @@ class Documents(Part):
         first = min(int((self.index % _BINS + rng.next() / 2**64) / _BINS * total), total - 1)
         free = [place for place in range(total) if place != first]
         return [first, *(free[i] for i in rng.sample(len(free), len(self.case.gold) - 1))]
+
+
+def _numbered(texts: list[str]) -> str:
+    return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
 
 
 class OneHop(Documents):
