@@ -62,6 +62,11 @@ class _Mark:
         self.clock.leave()
 
 
+def heard() -> bool:
+    """Return whether a clock listens, so that work which runs as one piece can be taken apart."""
+    return _clock is not None
+
+
 def phase(name: str) -> AbstractContextManager[None]:
     """Return the context of phase `name`: nothing without a clock."""
     return _OFF if _clock is None else _Mark(_clock, name)

@@ -171,12 +171,7 @@ class TieredStore:
         found = _checksum([keys.flatten(1), values.flatten(1)], leading=1)
         if not torch.equal(found, self.checks.rows[heads, blocks, 1]):
             bad = int((found != self.checks.rows[heads, blocks, 1]).nonzero()[0])
-            raise BrokenRun(
-                f"originals of block {int(blocks[bad])}, KV head {int(heads[bad])}, are corrupted",
-                why="their checksum differs from the one taken when they were stored",
-                fix="check the host memory of this machine and run again",
-                id="RCQ-RUN-21",
-            )
+            raise corrupted(int(heads[bad]), int(blocks[bad]))
         return keys.to(self.geometry.device), values.to(self.geometry.device)
 
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
@@ -253,6 +248,16 @@ class TieredStore:
             scratch=scratch,
             dense_equivalent=2 * g.kv_heads * self.tokens * g.head_dim * 2,
         )
+
+
+def corrupted(head: int, block: int) -> BrokenRun:
+    """Return the error of originals that are not what was stored: nothing exact is left to fall back on."""
+    return BrokenRun(
+        f"originals of block {block}, KV head {head}, are corrupted",
+        why="their checksum differs from the one taken when they were stored",
+        fix="check the host memory of this machine and run again",
+        id="RCQ-RUN-21",
+    )
 
 
 def _centre(values: Tensor, *, prefill: bool) -> Tensor:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rcq_cli.cache.tiers import TieredStore
+from rcq_cli.cache.packed import PackedStore, make_store
 from rcq_cli.certify.exact import as_groups, exact_attention
+from rcq_cli.certify.fused import FusedStep, unfused
 from rcq_cli.certify.ladder import Budget, CertifiedStep
 from rcq_cli.errors import SpecError
 from rcq_cli.modes._tiered import FormatOptions, TieredCounters, check_range
@@ -54,7 +55,7 @@ class CertifiedLayer:
 
     def __init__(self, geometry: Geometry, options: Options, backend: Any) -> None:
         self.options = options
-        self.cache = TieredStore(geometry, options.format(), backend)
+        self.cache = make_store(geometry, options.format(), backend)
         self.counters = TieredCounters(self.cache)
         self.budget = Budget(options.eps, options.denominator, options.skip, options.rounds, options.tau)
         self.scratch_bytes = 0
@@ -76,12 +77,17 @@ class CertifiedLayer:
     def attend(self, query: Tensor) -> Step:
         """Return the output of `[Hq, D]` queries, certified within the budget or exact."""
         self.counters.count()
-        shape = self.cache.raw.rows.shape
-        explore = torch.rand(shape, generator=self.generator) < self.options.explore
-        work = CertifiedStep(self.cache, query, self.budget, explore)
+        work = self._work(query)
         step = work.run()
         self.scratch_bytes = max(self.scratch_bytes, work.scratch_bytes)
         return step
+
+    def _work(self, query: Tensor) -> CertifiedStep | FusedStep:
+        if isinstance(self.cache, PackedStore) and not unfused(self.cache.fmt, self.budget):
+            return FusedStep(self.cache, query, self.budget, self.options.explore, self.counters.steps)
+        shape = self.cache.raw.rows.shape
+        explore = torch.rand(shape, generator=self.generator) < self.options.explore
+        return CertifiedStep(self.cache, query, self.budget, explore)
 
     def exact(self, query: Tensor) -> Tensor:
         """Return float64 attention on the originals, `[Hq, D]`."""

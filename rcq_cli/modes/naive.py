@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rcq_cli.cache.tiers import TieredStore
+from rcq_cli.cache.packed import PackedStore, make_store
 from rcq_cli.certify.exact import as_groups, store
+from rcq_cli.certify.fused import naive_step
 from rcq_cli.errors import SpecError
 from rcq_cli.modes._tiered import FormatOptions, TieredCounters
 from rcq_cli.protocols import Engagement, Geometry, LayerBytes, Step
@@ -22,7 +23,7 @@ class NaiveLayer:
     """One layer under `naive`."""
 
     def __init__(self, geometry: Geometry, options: Options, backend: Any) -> None:
-        self.cache = TieredStore(geometry, options.format(), backend, originals=False)
+        self.cache = make_store(geometry, options.format(), backend, originals=False)
         self.counters = TieredCounters(self.cache)
         self.scratch_bytes = 0
 
@@ -42,6 +43,17 @@ class NaiveLayer:
     def attend(self, query: Tensor) -> Step:
         """Return softmax attention of `[Hq, D]` queries on what the codes stand for."""
         self.counters.count()
+        output = None
+        if isinstance(self.cache, PackedStore) and not self.cache.backend.unfused(self.cache.fmt):
+            output, scratch = naive_step(self.cache, query)
+            self.scratch_bytes = max(self.scratch_bytes, scratch)
+        if output is None:
+            output = store(self._weighted(query), self.cache.dtype)[0].flatten(0, 1)
+        self.cache.seal_full_tail()
+        return Step(output, None)
+
+    def _weighted(self, query: Tensor) -> Tensor:
+        """Return the same in float64, `[Hkv, R, D]`."""
         cache, backend = self.cache, self.cache.backend
         groups, scale = as_groups(query, cache.geometry.kv_heads), cache.geometry.scale
         tail_keys, tail_values = cache.tail_rows()
@@ -59,8 +71,7 @@ class NaiveLayer:
             start = first * cache.fmt.block
             output += weights[..., start : start + values.shape[1]] @ values
             self.scratch_bytes = max(self.scratch_bytes, values.nbytes)
-        cache.seal_full_tail()
-        return Step(store(output, cache.dtype)[0].flatten(0, 1), None)
+        return output
 
     def exact(self, query: Tensor) -> Tensor:
         """Raise `SpecError`: no originals are kept."""

@@ -1,0 +1,294 @@
+"""Bounds on one output from per-block statistics: the theorems of rcq_cli/certify/bounds.py in vector form.
+
+Sums over blocks are float32 in short runs and float64 above; all bounds are float64 and carry MARGIN, which
+covers both. A split (triangle inequality on some blocks, spectral norm on the rest) is sound for any division
+of the blocks, so blocks are sorted into buckets by the bits of their contribution instead of being sorted.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rcq_cli.kernels._cpu_score import LOW, MARGIN, ROUNDOFF
+from rcq_cli.kernels._cpu_state import BUCKETS, Line, Shape, Slot
+from rcq_cli.kernels._cpu_vector import (
+    LANES,
+    add,
+    bits,
+    divide,
+    exponential,
+    fma,
+    highest,
+    larger,
+    load,
+    loose,
+    mul,
+    pick_less,
+    plain,
+    splat,
+    store,
+    sub,
+    total,
+)
+
+WEIGHT_STEPS = 32000.0
+"""Steps of a 16-bit value weight, relative to the largest value scale of its block."""
+RUN = 16
+"""Coded blocks that share one float32 accumulator before it is added in float64."""
+SHORT_RUN = 512 * LANES
+"""Blocks summed in float32, 512 a lane."""
+
+
+@plain
+def growth(d: Any) -> tuple[Any, Any]:
+    """Return an upper bound of expm1(d) and a lower bound of exp(-d) for d >= 0.
+
+    The first is 1e30 beyond 20.
+    """
+    one, half = splat(np.float32(1)), splat(np.float32(0.5))
+    small = fma(d, splat(np.float32(1.1 / 6)), one)
+    small = fma(mul(d, splat(np.float32(1 / 5))), small, one)
+    small = fma(mul(d, splat(np.float32(1 / 4))), small, one)
+    small = fma(mul(d, splat(np.float32(1 / 3))), small, one)
+    small = mul(d, fma(mul(d, half), small, one))
+    shrunk = exponential(sub(splat(np.float32(0)), d))
+    large = sub(divide(splat(np.float32(1.0001)), shrunk), one)
+    third = fma(d, splat(np.float32(-1 / 6)), half)
+    gentle = fma(d, sub(mul(d, third), one), one)
+    up = pick_less(d, half, small, large)
+    up = pick_less(d, splat(np.float32(20)), up, splat(np.float32(1e30)))
+    return up, pick_less(d, half, gentle, mul(shrunk, splat(np.float32(0.9999))))
+
+
+@loose
+def kept_weight(line: Line, width: int) -> float:
+    """Return the sum of the weights of all kept blocks, in float64."""
+    mass, factor, keep, result = line.mass, line.factor, line.keep, 0.0
+    for b in range(width):
+        result += np.float64(mass[b]) * np.float64(factor[b]) * np.float64(keep[b])
+    return result
+
+
+@plain
+def normalise(line: Line, width: int) -> float:
+    """Set every block's factor exp(peak - highest peak) and share.
+
+    Return the total weight of the kept blocks.
+    """
+    top = splat(LOW)
+    for b in range(0, width, LANES):
+        top = larger(load(line.peak, b), top)
+    centre = splat(highest(top))
+    for b in range(0, width, LANES):
+        store(line.factor, b, exponential(sub(load(line.peak, b), centre)))
+    weight = kept_weight(line, width)
+    inverse = splat(np.float32(1 / weight))
+    for b in range(0, width, LANES):
+        store(line.share, b, mul(mul(load(line.mass, b), load(line.factor, b)), inverse))
+    return weight
+
+
+class ValueSums(NamedTuple):
+    """Sums for the rounding bound; float64."""
+
+    summands: float
+    """Of share times the largest norm of what is added up."""
+    charges: float
+    """Of the relative factor times the value step of coded blocks."""
+
+
+@plain
+def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float) -> ValueSums:
+    """Write share * eta and S2 of blocks whose values are read from codes; `move` counts blocks."""
+    inverse, centre_, one = splat(np.float32(1 / weight)), splat(np.float32(centre)), splat(np.float32(1))
+    summands, charges = 0.0, 0.0
+    for start in range(0, width, SHORT_RUN):
+        summand, charge = splat(np.float32(0)), splat(np.float32(0))
+        for b in range(start, min(width, start + SHORT_RUN), LANES):
+            keep = load(line.keep, b)
+            coded, share = mul(load(line.value_coded, b), keep), mul(load(line.share, b), keep)
+            relative = mul(load(line.factor, b), inverse)
+            store(line.cost, b, mul(mul(share, load(slot.eta, b)), coded))
+            store(line.energy, b, mul(mul(mul(relative, relative), load(line.square, b)), coded))
+            store(line.move, b, one)
+            original = mul(add(load(slot.radius, b), centre_), sub(one, coded))
+            summand = fma(share, fma(coded, load(slot.magnitude, b), original), summand)
+            charge = fma(mul(relative, coded), load(slot.step, b), charge)
+        summands += np.float64(total(summand))
+        charges += np.float64(total(charge))
+    return ValueSums(summands, charges)
+
+
+class KeySums(NamedTuple):
+    """Sums over the blocks of one head; float64."""
+
+    fixed: float
+    """Contributions of blocks with exact keys."""
+    active: float
+    """Contributions of kept blocks."""
+    skipped: float
+    low: float
+    """Of share * exp(-delta): lower bound of the normaliser."""
+    kept: float
+    """The part of `low` from kept blocks."""
+    moved: float
+    """Weight shifts of kept blocks."""
+    lifted: float
+    """Weight shifts of skipped ones."""
+    flushed: float
+    """Most weight that underflow may have lost."""
+    widest: float
+    """Largest delta."""
+
+
+@plain
+def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, tokens: int) -> KeySums:
+    """Write cw * (rv + h), cw and c2 of blocks with coded keys; return the sums of theory section 10."""
+    lost = max(tokens * 1.7e-38 / weight, 1.2e-38)
+    inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
+    one, half, zero = splat(np.float32(1)), splat(np.float32(0.5)), splat(np.float32(0))
+    fixed, active, skipped, low, kept = 0.0, 0.0, 0.0, 0.0, 0.0
+    moved, lifted, flushed, widest = 0.0, 0.0, 0.0, zero
+    for start in range(0, width, SHORT_RUN):
+        fix, act, out, fit, hold, shift_in, shift_out, gone = zero, zero, zero, zero, zero, zero, zero, zero
+        for b in range(start, min(width, start + SHORT_RUN), LANES):
+            delta, share, keep = load(line.delta, b), load(line.share, b), load(line.keep, b)
+            coded, drop = load(line.key_coded, b), sub(one, keep)
+            up, down = growth(delta)
+            lift = add(up, one)
+            grown, loss = pick_less(keep, half, lift, up), mul(lost_, lift)
+            shift = fma(share, grown, loss)
+            cost = mul(shift, add(load(slot.radius, b), away_))
+            reach = mul(mul(load(line.factor, b), inverse), grown)
+            store(line.cost, b, mul(cost, coded))
+            store(line.move, b, mul(shift, coded))
+            store(line.energy, b, mul(mul(mul(reach, reach), load(line.square, b)), coded))
+            held = mul(share, down)
+            fix, act, out = fma(cost, sub(one, coded), fix), fma(cost, keep, act), fma(cost, drop, out)
+            fit, hold, gone = add(fit, held), fma(held, keep, hold), add(gone, loss)
+            shift_in, shift_out = fma(shift, keep, shift_in), fma(shift, drop, shift_out)
+            widest = larger(delta, widest)
+        fixed, active, skipped = fixed + total(fix), active + total(act), skipped + total(out)
+        low, kept, flushed = low + total(fit), kept + total(hold), flushed + total(gone)
+        moved, lifted = moved + total(shift_in), lifted + total(shift_out)
+    return KeySums(
+        fixed, active, skipped, low / MARGIN, kept, moved, lifted, flushed, np.float64(highest(widest))
+    )
+
+
+@plain
+def skip_terms(line: Line, slot: Slot, width: int, away: float) -> None:
+    """Write share * exp(delta) * (rv + h), what each block costs when its values are not read."""
+    away_, one, zero = splat(np.float32(away)), splat(np.float32(1)), splat(np.float32(0))
+    for b in range(0, width, LANES):
+        up, _ = growth(load(line.delta, b))
+        store(line.cost, b, mul(mul(load(line.share, b), add(up, one)), add(load(slot.radius, b), away_)))
+        store(line.move, b, zero)
+        store(line.energy, b, zero)
+
+
+@plain
+def spread(line: Line, width: int, bucket: Any, table: Any) -> None:
+    """Sort blocks into buckets by cost, highest first, and sum cost, energy and move.
+
+    Afterwards row j of the table holds the cost before bucket j and energy and move from bucket j on, each
+    summed from its own end: total minus prefix could go negative.
+    """
+    for j in range(3 * (BUCKETS + 1)):
+        table[j] = 0.0
+    top = np.int32(0)
+    for b in range(width):
+        top = max(top, bits(line.cost[b]))
+    for b in range(width):
+        j = min(max((top - bits(line.cost[b])) >> 20, 0), BUCKETS - 1)
+        bucket[b] = np.uint8(j)
+        table[3 * j] += np.float64(line.cost[b])
+        table[3 * j + 1] += np.float64(line.energy[b])
+        table[3 * j + 2] += np.float64(line.move[b])
+    # what underflow of a square may have lost
+    table[3 * BUCKETS - 2] += width * 1.3e-35
+    before = 0.0
+    for j in range(BUCKETS + 1):
+        here = table[3 * j]
+        table[3 * j] = before
+        before += here
+    for j in range(BUCKETS - 1, -1, -1):
+        table[3 * j + 1] += table[3 * j + 4]
+        table[3 * j + 2] += table[3 * j + 5]
+
+
+@plain
+def split_at(table: Any, j: int, spectrum: float, away: float) -> float:
+    """Return the bound with the triangle inequality before bucket `j` and the spectral norm from it on."""
+    return table[3 * j] + np.sqrt(spectrum * table[3 * j + 1] * MARGIN) + away * table[3 * j + 2]
+
+
+@plain
+def best_split(table: Any, spectrum: float, away: float) -> float:
+    """Return the smallest split."""
+    least = np.inf
+    for j in range(BUCKETS + 1):
+        least = min(least, split_at(table, j, spectrum, away))
+    return least * MARGIN
+
+
+class Cut(NamedTuple):
+    """Which blocks to promote."""
+
+    bucket: int
+    """All blocks of the buckets before this one,"""
+    part: float
+    """and this share of the blocks of this one."""
+
+
+@plain
+def blocks_to_drop(table: Any, spectrum: float, away: float, target: float) -> Cut:
+    """Return the fewest leading blocks without which the bound is at most `target`; it only steers."""
+    least, with_it = np.inf, 0.0
+    for j in range(BUCKETS, -1, -1):
+        least = min(least, split_at(table, j, spectrum, away))
+        bound = (least - table[3 * j]) * MARGIN
+        if not bound <= target:
+            # between this bucket's first and last block; the spectral part falls slower than in proportion
+            share = (bound - target) / (bound - with_it) if bound < np.inf and bound > with_it else 1.0
+            return Cut(j, min(1.0, share * (2 - share)))
+        with_it = bound
+    return Cut(0, 0.0)
+
+
+@plain
+def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, tokens: int) -> float:
+    """Bound the rounding of the value pass and of the division (theory 7.1), the stored output left out."""
+    chain = (RUN * (shape.padded // 8 + 1) + shape.block + 40) * ROUNDOFF
+    relative, root = chain / (1 - chain), np.sqrt(np.float64(shape.dim))
+    error = relative * sums.summands + (relative + 8 * ROUNDOFF) * norm
+    error += 0.51 * 15 * shape.block * root / WEIGHT_STEPS * sums.charges
+    if sums.summands > 0:
+        error += root * tokens * 2.0**-126 / min(weight, 1.0)
+    return error * MARGIN
+
+
+class Joint(NamedTuple):
+    """Bound on the key and skipping error of one head."""
+
+    key: float
+    dropped: float
+
+
+@plain
+def joint_bound(sums: KeySums, table: Any, spectrum: float, away: float, radius: float) -> Joint:
+    """Return the joint certificate of theory section 10, attributed to keys and skipped values.
+
+    The last member of the minimum, 2 * radius * TV, is finite whatever the score errors.
+    """
+    variation = min(sums.moved, np.tanh(sums.widest / 2)) + sums.flushed / sums.low
+    if sums.lifted > 0:
+        variation += sums.lifted / (sums.lifted + sums.kept)
+    variation = min(1.0, variation * MARGIN) if variation >= 0 else 1.0
+    bound = 2 * radius * variation * MARGIN
+    split = (best_split(table, spectrum, away) + sums.fixed * MARGIN) / sums.low
+    if sums.widest <= 20 and split < bound:
+        bound = split
+    whole = sums.active + sums.skipped
+    dropped = bound * min(1.0, sums.skipped / whole) if whole > 0 and sums.skipped > 0 else 0.0
+    return Joint(bound - dropped, dropped)

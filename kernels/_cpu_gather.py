@@ -1,0 +1,217 @@
+"""The value pass: weights times values, from codes in integers and from originals in float32."""
+
+from typing import Any
+
+import numpy as np
+
+from rcq_cli.kernels._cpu_bounds import RUN, WEIGHT_STEPS
+from rcq_cli.kernels._cpu_integer import TEAM, TILE, mix_kernel
+from rcq_cli.kernels._cpu_promote import sound
+from rcq_cli.kernels._cpu_score import item_bytes, widen
+from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_vector import (
+    LANES,
+    add,
+    fma,
+    load,
+    load_byte,
+    load_half,
+    load_int,
+    mul,
+    plain,
+    splat,
+    store,
+    store_pairs,
+    sub,
+    total,
+)
+
+
+def _coded_values(team: int) -> Any:
+    mix = mix_kernel(team)
+
+    @plain
+    def gather(shape: Shape, values: Any, at: int, step: float, weights: Any, item: Item) -> None:
+        """Add factor * sum_t weight * value of the coded block at byte `at` for `team` rows.
+
+        A value is code * s + z; the codes are multiplied in integers by weights times s, the offsets in
+        float32.
+        """
+        padded, dim, groups, pairs = shape.padded, shape.dim, shape.groups, shape.padded // 2
+        floats, ints, gathered, rows, to = item.floats, item.ints, item.gathered, item.rows, item.to
+        meta, marks, lows = at + padded * dim // 2, groups * padded, shape.rows * (dim + groups * LANES)
+        unit = np.float32(1 if step == 0 else WEIGHT_STEPS / step)
+        back = np.float32(1)
+        if shape.two_level:
+            unit, back = unit / np.float32(15), np.float32(15) / unit
+        # scaled weights: times the token's step, so that an integer weight is one product per group
+        for t in range(0, padded, LANES):
+            wide = splat(np.float32(1))
+            if shape.two_level:
+                low, wide = load_half(values, meta + 2 * t), load_half(values, meta + 2 * (padded + t))
+                for i in range(team):
+                    place, p = lows + rows[i] * LANES, mul(load(weights, to[i] + t), splat(item.factors[i]))
+                    store(gathered, place, fma(p, low, load(gathered, place)))
+                wide = mul(wide, splat(unit))
+            for i in range(team):
+                store(floats, i * padded + t, mul(load(weights, to[i] + t), wide))
+        for g in range(groups):
+            for p in range(0, pairs, LANES):
+                t = g * padded + p
+                if shape.two_level:
+                    here = meta + 4 * padded + t
+                    low0, low1 = load_byte(values, here), load_byte(values, here + pairs)
+                    step0 = sub(load_byte(values, here + marks), low0)
+                    step1 = sub(load_byte(values, here + marks + pairs), low1)
+                else:
+                    here = meta + 2 * t
+                    step0 = mul(load_half(values, here), splat(unit))
+                    step1 = mul(load_half(values, here + 2 * pairs), splat(unit))
+                    low0 = load_half(values, here + 2 * marks)
+                    low1 = load_half(values, here + 2 * (marks + pairs))
+                for i in range(team):
+                    first, second = load(floats, i * padded + p), load(floats, i * padded + pairs + p)
+                    store_pairs(ints, (g * team + i) * pairs + p, mul(first, step0), mul(second, step1))
+                    place = shape.rows * dim + (rows[i] * groups + g) * LANES
+                    offsets = fma(first, low0, mul(second, low1))
+                    scale = splat(item.factors[i] * back)
+                    store(gathered, place, fma(offsets, scale, load(gathered, place)))
+        sums, chunk = groups * team * pairs + 16, dim // groups
+        for c in range(0, dim, TILE):
+            first = c // chunk * team * pairs
+            mix(values, at + 4 * c, 4 * dim, padded // 8, ints, first, pairs, sums + c, dim)
+        for i in range(team):
+            scale = splat(item.factors[i] * np.float32(step / WEIGHT_STEPS))
+            for c in range(0, dim, LANES):
+                place = rows[i] * dim + c
+                store(gathered, place, fma(load_int(ints, sums + i * dim + c), scale, load(gathered, place)))
+
+    return gather
+
+
+_gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
+
+
+@plain
+def gather_coded(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, count: int
+) -> None:
+    """Add coded block `b` for the first `count` rows listed in `item.rows`."""
+    rows = item.rows
+    for i in range(count):
+        item.to[i] = (b * shape.rows + rows[i]) * shape.padded
+        item.factors[i] = line_of(turn, slot, rows[i]).factor[b]
+    for i in range(count, TEAM):  # a spare member adds nothing to a row that is there anyway
+        rows[i], item.to[i], item.factors[i] = rows[0], item.to[0], np.float32(0)
+    at, step = h * turn.value_pitch + b * shape.value_bytes, np.float64(slot.step[b])
+    if count == 1:
+        _gather1(shape, tiers.values, at, step, slot.weights, item)
+    elif count == 2:
+        _gather2(shape, tiers.values, at, step, slot.weights, item)
+    else:
+        _gather4(shape, tiers.values, at, step, slot.weights, item)
+
+
+@plain
+def accumulate(gathered: Any, place: int, part: Any) -> None:
+    """Add a vector to the accumulators."""
+    store(gathered, place, add(part, load(gathered, place)))
+
+
+@plain
+def gather_exact(
+    shape: Shape, turn: Turn, source: Any, at: int, tokens: int, item: Item, slot: Slot, b: int, count: int
+) -> None:
+    """Add `tokens` original values at byte `at` for the first `count` rows listed in `item.rows`."""
+    dim, floats, gathered, rows = shape.dim, item.floats, item.gathered, item.rows
+    values = TEAM * tokens
+    for i in range(TEAM):  # a spare member adds nothing to a row that is there anyway
+        r = rows[i] if i < count else rows[0]
+        rows[i] = r
+        factor = line_of(turn, slot, r).factor[b] if i < count else np.float32(0)
+        for t in range(tokens):
+            floats[TEAM * t + i] = slot.weights[(b * shape.rows + r) * shape.padded + t] * factor
+    widen(source, at, shape.kind, tokens * dim, floats, values)
+    for c in range(0, dim, LANES):
+        one = two = three = four = splat(np.float32(0))
+        for t in range(tokens):
+            value = load(floats, values + t * dim + c)
+            one = fma(splat(floats[TEAM * t]), value, one)
+            two = fma(splat(floats[TEAM * t + 1]), value, two)
+            three = fma(splat(floats[TEAM * t + 2]), value, three)
+            four = fma(splat(floats[TEAM * t + 3]), value, four)
+        accumulate(gathered, rows[0] * dim + c, one)
+        accumulate(gathered, rows[1] * dim + c, two)
+        accumulate(gathered, rows[2] * dim + c, three)
+        accumulate(gathered, rows[3] * dim + c, four)
+
+
+@plain
+def clear(shape: Shape, item: Item) -> None:
+    """Set the float32 accumulators to 0."""
+    for c in range(shape.rows * (shape.dim + shape.groups * LANES + LANES)):
+        item.gathered[c] = np.float32(0)
+
+
+@plain
+def flush(shape: Shape, item: Item) -> None:
+    """Move the float32 accumulators of all rows into the float64 sums."""
+    dim, groups, gathered, chunk = shape.dim, shape.groups, item.gathered, shape.dim // shape.groups
+    lows = shape.rows * (dim + groups * LANES)
+    for r in range(shape.group):
+        low = np.float64(total(load(gathered, lows + r * LANES)))
+        for g in range(groups):
+            offset = low + np.float64(total(load(gathered, shape.rows * dim + (r * groups + g) * LANES)))
+            for c in range(r * dim + g * chunk, r * dim + (g + 1) * chunk):
+                item.sums[c] += np.float64(gathered[c]) + offset
+    clear(shape, item)
+
+
+@plain
+def add_block(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, only: int
+) -> bool:
+    """Add block `b` to the rows that read it (row `only`, or with -1 all still to do).
+
+    Return True if exact.
+    """
+    exact, count = False, 0
+    bytes_ = shape.block * shape.dim * item_bytes(shape)
+    for step in range(2 * ((shape.rows + TEAM - 1) // TEAM)):
+        coded, first = np.float32(1 - step % 2), step // 2 * TEAM
+        count = 0
+        for r in range(first, min(first + TEAM, shape.group)):
+            line = line_of(turn, slot, r)
+            wanted = r == only or (only < 0 and tiers.todo[h * shape.rows + r] != 0)
+            if wanted and line.keep[b] > 0 and line.factor[b] > 0 and line.value_coded[b] == coded:
+                item.rows[count] = r
+                count += 1
+        if count == 0:
+            continue
+        if coded > 0:
+            gather_coded(shape, turn, tiers, item, slot, h, b, count)
+        elif b == turn.blocks:
+            gather_exact(shape, turn, tiers.tail, (shape.heads + h) * bytes_, turn.tail, item, slot, b, count)
+        else:
+            if not exact and only < 0:
+                sound(shape, turn, tiers, h, b, 3)
+                sound(shape, turn, tiers, h, b, 1)
+            exact, at = True, h * turn.original_pitch + b * bytes_
+            gather_exact(shape, turn, tiers.original_values, at, shape.block, item, slot, b, count)
+    return exact
+
+
+@plain
+def value_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, part: int) -> None:
+    """Sum weights times values over one range of blocks, and over the tail with the last one."""
+    first, last = turn.blocks * part // turn.ranges, turn.blocks * (part + 1) // turn.ranges
+    for c in range(shape.rows * shape.dim):
+        item.sums[c] = 0.0
+    clear(shape, item)
+    run = 0
+    for b in range(first, last + (part == turn.ranges - 1)):
+        run += 1
+        if add_block(shape, turn, tiers, item, slot, h, b, -1) or run == RUN:
+            flush(shape, item)
+            run = 0
+    flush(shape, item)

@@ -1,0 +1,423 @@
+"""What one round of a step promotes and skips, and whether its outputs meet the budget."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rcq_cli.kernels._cpu_bounds import (
+    best_split,
+    blocks_to_drop,
+    joint_bound,
+    kept_weight,
+    key_terms,
+    normalise,
+    rounding_bound,
+    skip_terms,
+    spread,
+    value_terms,
+)
+from rcq_cli.kernels._cpu_gather import add_block, clear, flush
+from rcq_cli.kernels._cpu_promote import exact_delta, explore, promote_keys
+from rcq_cli.kernels._cpu_score import LOW, MARGIN, item_bytes
+from rcq_cli.kernels._cpu_state import (
+    BUCKETS,
+    DROPPED_BOUND,
+    EXACT,
+    KEY_BOUND,
+    KEY_WANTED,
+    KEYS_USED,
+    LIMIT,
+    NORM,
+    PAGED,
+    PLAN_AWAY,
+    PLAN_CARE,
+    PLAN_LEFT,
+    PLAN_LIMIT,
+    PLAN_NORM,
+    PLANS,
+    ROUNDING_BOUND,
+    RUNG,
+    SKIPPED,
+    VALUE_BOUND,
+    VALUE_WANTED,
+    VALUES_USED,
+    Item,
+    Limits,
+    Line,
+    Shape,
+    Slot,
+    Store,
+    Turn,
+    line_of,
+    used_width,
+)
+from rcq_cli.kernels._cpu_vector import ahead, bfloat, bits, half, half_bits, plain, put_float, put_short
+
+GLANCE = 8
+"""Heaviest blocks read to guess the output before anything is skipped or promoted."""
+CARE = 0.93
+"""Share of the budget that a plan may use, to the power of the round."""
+VALUE_PART, VALUE_TARGET, SKIP_PART = 0.5, 0.45, 0.1
+"""Shares of the budget: values are promoted when beyond the first, down to the second.
+
+Skipping takes the third.
+"""
+
+
+KEY_FLOOR = 0.1
+"""Keys are promoted until their bound fits what is left, at least this share of the budget."""
+
+
+@plain
+def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
+    """Pin what is always read from the originals: raw blocks, the first block (sinks) and the newest one."""
+    tiers.faults[2 * h] = 0
+    one, zero, width = np.float32(1), np.float32(0), used_width(turn.blocks)
+    for r in range(shape.rows):
+        line = line_of(turn, slot, r)
+        for b in range(width):
+            line.keep[b] = one
+            line.key_coded[b] = line.value_coded[b] = one if b < turn.blocks else zero
+            slot.flags[r * turn.width + b] = 0
+        for b in range(turn.blocks + 1, width):
+            line.peak[b], line.mass[b], line.square[b], line.delta[b] = LOW, zero, zero, zero
+    for b in range(turn.blocks + 1, width):
+        slot.reach[b] = slot.key_radius[b] = slot.eta[b] = slot.radius[b] = zero
+        slot.magnitude[b] = slot.step[b] = zero
+    for b in range(width):
+        pinned = (
+            b == 0 or b == turn.blocks - 1 or (b < turn.blocks and tiers.raw[h * turn.raw_pitch + b] != 0)
+        )
+        slot.pins[b] = pinned and b < turn.blocks and turn.certify != 0
+
+
+@plain
+def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
+    """Read keys of the pinned blocks from the originals, and probe a few others."""
+    if not turn.certify or not turn.blocks:
+        return
+    explore(shape, turn, limits, tiers, item, slot, h)
+    for b in range(turn.blocks):
+        if slot.pins[b]:
+            promote_keys(shape, turn, tiers, item, slot, h, b)
+            for r in range(shape.group):
+                line_of(turn, slot, r).value_coded[b] = np.float32(0)
+
+
+@plain
+def settle(tiers: Store, row: int, dim: int, weight: float, missing: float, centre: Any, sums: Any) -> None:
+    """Write sums / weight + missing * c0 as the output of `row`.
+
+    And plan with its norm and distance from c0.
+    """
+    norm, away = 0.0, 0.0
+    for c in range(dim):
+        y = sums[c] / weight + missing * centre[c]
+        tiers.outputs[row * dim + c] = y
+        norm += y * y
+        away += (y - centre[c]) ** 2
+    tiers.plans[row * PLANS + PLAN_NORM] = np.sqrt(norm)
+    tiers.plans[row * PLANS + PLAN_AWAY] = np.sqrt(away)
+
+
+@plain
+def guess(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int, weight: float
+) -> None:
+    """Guess the output of row `r` from its heaviest blocks and c0 for the rest; only steers.
+
+    Expects `spread` of the value terms, whose `move` counts blocks.
+    """
+    line, row, dim, cut = line_of(turn, slot, r), h * shape.rows + r, shape.dim, 0
+    while cut < BUCKETS and slot.table[2] - slot.table[3 * cut + 5] <= GLANCE:
+        cut += 1
+    for c in range(shape.rows * dim):
+        item.sums[c] = 0.0
+    clear(shape, item)
+    seen, left = 0.0, GLANCE
+    for b in range(turn.blocks + 1):
+        certain = b == turn.blocks or slot.pins[b] != 0 or slot.bucket[b] < cut
+        if certain or (slot.bucket[b] == cut and left > 0):
+            left -= not certain
+            seen += np.float64(line.share[b]) * np.float64(line.keep[b])
+            add_block(shape, turn, tiers, item, slot, h, b, r)
+    flush(shape, item)
+    missing = max(0.0, 1 - seen)
+    settle(tiers, row, dim, weight, missing, ahead(tiers.centre, h * dim), ahead(item.sums, r * dim))
+
+
+@plain
+def budget(limits: Limits, norm: float) -> float:
+    """Return the largest error that keeps a head within eps."""
+    return limits.eps if limits.absolute > 0 else norm * limits.eps / (1 + limits.eps)
+
+
+@plain
+def choose_values(
+    shape: Shape,
+    turn: Turn,
+    limits: Limits,
+    tiers: Store,
+    item: Item,
+    slot: Slot,
+    h: int,
+    r: int,
+    first: bool,
+) -> None:
+    """Decide which values row `r` needs from the originals; leave what is left for keys in its plan."""
+    row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
+    plan = ahead(tiers.plans, row * PLANS)
+    for b in range(width):
+        line.keep[b] = np.float32(1)
+    weight = normalise(line, width)
+    sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
+    spread(line, width, slot.bucket, slot.table)
+    if first:
+        guess(shape, turn, tiers, item, slot, h, r, weight)
+    plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
+    spectrum, tokens = tiers.spectra[shape.heads + h], turn.blocks * shape.block + turn.tail
+    plan[PLAN_LEFT] = plan[PLAN_LIMIT] - rounding_bound(shape, sums, plan[PLAN_NORM], weight, tokens)
+    if best_split(slot.table, spectrum, 0.0) <= VALUE_PART * plan[PLAN_LEFT]:
+        return
+    cut, spare = blocks_to_drop(slot.table, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
+    for b in range(turn.blocks):
+        if slot.bucket[b] > cut.bucket or not line.value_coded[b] > 0 or not line.cost[b] > 0:
+            continue
+        whole = slot.bucket[b] < cut.bucket
+        spare += 0.0 if whole else cut.part
+        if whole or spare > 1:
+            spare -= 0.0 if whole else 1.0
+            slot.flags[r * turn.width + b] |= VALUE_WANTED
+            for other in range(shape.group):  # what one head reads, its group reads
+                if tiers.todo[h * shape.rows + other]:
+                    line_of(turn, slot, other).value_coded[b] = np.float32(0)
+
+
+@plain
+def skip_blocks(line: Line, slot: Slot, blocks: int, allowance: float) -> float:
+    """Skip the blocks that together cost at most `allowance` when their values are not read.
+
+    Return what they cost.
+    """
+    table, cut = slot.table, BUCKETS
+    for j in range(BUCKETS - 1, -1, -1):
+        if not table[3 * BUCKETS] - table[3 * j] <= allowance:
+            break
+        cut = j
+    for b in range(blocks):
+        if slot.bucket[b] >= cut and line.key_coded[b] > 0 and line.value_coded[b] > 0:
+            line.keep[b] = np.float32(0)
+    return table[3 * BUCKETS] - table[3 * cut]
+
+
+@plain
+def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int) -> None:
+    """Skip what costs little and decide which keys row `r` needs from the originals.
+
+    With what the values leave.
+    """
+    row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
+    plan, spectrum = ahead(tiers.plans, row * PLANS), tiers.spectra[h]
+    weight, away = kept_weight(line, width), plan[PLAN_AWAY]
+    value_terms(line, slot, width, weight, 0.0)
+    spread(line, width, slot.bucket, slot.table)
+    left = plan[PLAN_LEFT] - best_split(slot.table, tiers.spectra[shape.heads + h], 0.0)
+    if turn.skip:
+        skip_terms(line, slot, width, away)
+        spread(line, width, slot.bucket, slot.table)
+        left -= skip_blocks(line, slot, turn.blocks, max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART)
+    sums = key_terms(line, slot, width, weight, away, shape.block)
+    for b in range(turn.blocks):
+        line.cost[b] *= line.keep[b]
+        line.move[b] *= line.keep[b]
+        line.energy[b] *= line.keep[b]
+    spread(line, width, slot.bucket, slot.table)
+    # where values leave nothing, promoting every key would not help: this round fails, the next one knows
+    # the output
+    target = max(left, KEY_FLOOR * plan[PLAN_LIMIT]) * sums.low - sums.fixed
+    if best_split(slot.table, spectrum, away) <= target:
+        return
+    cut, spare = blocks_to_drop(slot.table, spectrum, away, target), 1.0
+    for b in range(turn.blocks):
+        if slot.bucket[b] > cut.bucket or not line.key_coded[b] > 0 or not line.cost[b] > 0:
+            continue
+        whole = slot.bucket[b] < cut.bucket
+        spare += 0.0 if whole else cut.part
+        if whole or spare > 1:
+            spare -= 0.0 if whole else 1.0
+            slot.flags[r * turn.width + b] |= KEY_WANTED
+            want_key(shape, turn, tiers, slot, h, b)
+
+
+@plain
+def want_key(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
+    """Mark the key of block `b` for promotion in every row to do, and plan with the error it will have."""
+    slot.want_keys[b] = 1
+    for r in range(shape.group):
+        row, line = h * shape.rows + r, line_of(turn, slot, r)
+        if tiers.todo[row]:
+            line.key_coded[b], line.keep[b] = np.float32(0), np.float32(1)
+            line.delta[b] = exact_delta(tiers, slot, row, b)
+
+
+@plain
+def centre_norm(shape: Shape, tiers: Store, h: int) -> float:
+    """Return the norm of c0."""
+    square = 0.0
+    for c in range(h * shape.dim, (h + 1) * shape.dim):
+        square += tiers.centre[c] ** 2
+    return np.sqrt(square)
+
+
+@plain
+def choose(
+    shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int, number: int
+) -> None:
+    """Plan round `number` of KV head `h`: values to promote, values to skip, keys to promote.
+
+    Promote them.
+    """
+    width = used_width(turn.blocks)
+    for r in range(shape.group):
+        row = h * shape.rows + r
+        tiers.plans[row * PLANS + PLAN_CARE] = CARE ** (number + 1)
+        if tiers.failed[row]:
+            tiers.todo[row] = 0
+    if turn.certify:
+        for b in range(width):
+            slot.want_keys[b] = 0
+        for r in range(shape.group):
+            if tiers.todo[h * shape.rows + r]:
+                choose_values(shape, turn, limits, tiers, item, slot, h, r, number == 0)
+        for r in range(shape.group):
+            if tiers.todo[h * shape.rows + r]:
+                choose_keys(shape, turn, tiers, slot, h, r)
+        for b in range(turn.blocks):
+            if slot.want_keys[b]:
+                promote_keys(shape, turn, tiers, item, slot, h, b)
+    for r in range(shape.group):
+        if tiers.todo[h * shape.rows + r]:
+            normalise(line_of(turn, slot, r), width)
+
+
+class Stored(NamedTuple):
+    """The output of one head as stored."""
+
+    norm: float
+    error: float
+    """Norm of the difference to what was computed."""
+
+
+@plain
+def store_row(shape: Shape, tiers: Store, h: int, r: int) -> Stored:
+    """Round the output of row `r` to the dtype of the cache."""
+    first, dim = (h * shape.rows + r) * shape.dim, shape.dim
+    norm, error = 0.0, 0.0
+    largest = 65504.0 if shape.kind == 2 else 3.3895313892515355e38
+    at = (h * shape.group + r) * dim * item_bytes(shape)
+    for c in range(dim):
+        y = tiers.outputs[first + c]
+        single = np.float32(min(max(y, -largest), largest))
+        if shape.kind == 0:
+            put_float(tiers.output, at + 4 * c, single)
+            kept = np.float64(single)
+        elif shape.kind == 1:
+            pattern = np.int64(bits(single)) & 0xFFFFFFFF
+            pattern = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
+            put_short(tiers.output, at + 2 * c, np.uint16(pattern))
+            kept = np.float64(bfloat(np.uint16(pattern)))
+        else:
+            put_short(tiers.output, at + 2 * c, half_bits(single))
+            kept = np.float64(half(half_bits(single)))
+        norm += kept * kept
+        error += (y - kept) ** 2
+    return Stored(np.sqrt(norm), np.sqrt(error) * (1 + 2.0**-30))
+
+
+@plain
+def judge(shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, h: int, r: int) -> bool:
+    """Store the output of row `r` with its bounds; return whether they meet the budget."""
+    row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
+    plan, table, fields = ahead(tiers.plans, row * PLANS), slot.table, tiers.fields
+    stored, heads = store_row(shape, tiers, h, r), shape.heads * shape.group
+    column = h * shape.group + r
+    fields[NORM * heads + column] = stored.norm
+    if not turn.certify:
+        return stored.norm < np.inf
+    weight, tokens = kept_weight(line, width), turn.blocks * shape.block + turn.tail
+    value_sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
+    rounding = rounding_bound(shape, value_sums, plan[PLAN_NORM], weight, tokens) + stored.error
+    spread(line, width, slot.bucket, table)
+    value = best_split(table, tiers.spectra[shape.heads + h], 0.0)
+    away = (plan[PLAN_AWAY] + value + rounding) * MARGIN
+    sums = key_terms(line, slot, width, weight, away, shape.block)
+    spread(line, width, slot.bucket, table)
+    radius = 0.0
+    for b in range(turn.blocks + 1):
+        radius = max(radius, np.float64(slot.radius[b]))
+    joint = joint_bound(sums, table, tiers.spectra[h], away, radius)
+    limit = budget(limits, stored.norm) / (1 + 2.0**-40)
+    plan[PLAN_NORM] = stored.norm
+    fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = joint.key, joint.dropped
+    fields[VALUE_BOUND * heads + column], fields[ROUNDING_BOUND * heads + column] = value, rounding
+    fields[LIMIT * heads + column] = limit
+    return joint.key + joint.dropped + value + rounding <= limit
+
+
+@plain
+def count_blocks(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int) -> int:
+    """Write what row `r` used; return the blocks it brought from the originals."""
+    line, keys, values, skipped, rung = line_of(turn, slot, r), 0, 0, 0, 0
+    for b in range(turn.blocks):
+        keys += line.key_coded[b] == 0
+        values += line.value_coded[b] == 0
+        skipped += line.keep[b] == 0
+        wanted = slot.flags[r * turn.width + b]
+        rung = max(rung, 2 if wanted & VALUE_WANTED else np.int64(wanted))
+    column, heads, fields = h * shape.group + r, shape.heads * shape.group, tiers.fields
+    fields[KEYS_USED * heads + column], fields[VALUES_USED * heads + column] = keys, values
+    fields[SKIPPED * heads + column], fields[RUNG * heads + column] = skipped, rung
+    return keys + values
+
+
+@plain
+def wants_too_much(turn: Turn, slot: Slot, r: int) -> bool:
+    """Return whether row `r` asked for more originals than dense attention reads."""
+    wanted = 0
+    for b in range(turn.blocks):
+        flags = slot.flags[r * turn.width + b]
+        wanted += (flags & KEY_WANTED != 0) + (flags & VALUE_WANTED != 0)
+    return wanted > turn.blocks
+
+
+@plain
+def finish(
+    shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, sums: Any, h: int, last: bool
+) -> int:
+    """Add up the ranges from `sums` on, bound and judge every row to do; return how many are left."""
+    left, dim, heads = 0, shape.dim, shape.heads * shape.group
+    for r in range(shape.group):
+        row, column = h * shape.rows + r, EXACT * heads + h * shape.group + r
+        if tiers.failed[row]:
+            tiers.fields[column] = 1
+        if not tiers.todo[row]:
+            continue
+        mine = ahead(sums, r * dim)
+        for part in range(1, turn.ranges):
+            for c in range(dim):
+                mine[c] += mine[part * shape.rows * dim + c]
+        weight = kept_weight(line_of(turn, slot, r), used_width(turn.blocks))
+        settle(tiers, row, dim, weight, 0.0, ahead(tiers.centre, h * dim), mine)
+        done = judge(shape, turn, limits, tiers, slot, h, r)
+        tiers.fields[column] = not done
+        if done or wants_too_much(turn, slot, r) or not tiers.plans[row * PLANS + PLAN_NORM] < np.inf:
+            tiers.todo[row] = 0
+        else:
+            left += 1
+    if left == 0 or last:
+        paged = 0
+        for r in range(shape.group):
+            paged = max(paged, count_blocks(shape, turn, tiers, slot, h, r))
+            tiers.fields[PAGED * heads + h * shape.group + r] = 0
+        tiers.fields[PAGED * heads + h * shape.group] = paged * shape.block * dim * item_bytes(shape)
+    return left

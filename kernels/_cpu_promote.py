@@ -1,0 +1,149 @@
+"""Promotion of keys: fingerprints, exact scores, and the check that codes and originals agree."""
+
+from typing import Any
+
+import numpy as np
+
+from rcq_cli.kernels._cpu_integer import TEAM
+from rcq_cli.kernels._cpu_score import (
+    EXP_SLACK,
+    code_scores,
+    coded_delta,
+    exact_scores,
+    item_bytes,
+    read_scales,
+    weigh,
+)
+from rcq_cli.kernels._cpu_state import Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_vector import loose, plain, word
+
+
+@loose
+def fingerprint(data: Any, at: int, count: int, seed: int) -> int:
+    """Return a multilinear hash modulo 2^64 of `count` bytes (a multiple of 4) at byte `at`.
+
+    Each 32-bit word is multiplied by its own odd 32-bit number, so a change inside one word always shows.
+    """
+    result = np.uint64(seed)
+    for i in range(count // 4):
+        odd = ((np.uint64(i + seed) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) | np.uint64(1)
+        result += np.uint64(word(data, at + 4 * i)) * odd
+    return np.int64(result)
+
+
+@plain
+def note_print(notes: Any, at: int) -> int:
+    """Return the part of a fingerprint that covers the annotations of one block."""
+    result = np.uint64(0)
+    for i in range(6):
+        result += np.uint64(notes[at + i]) * (np.uint64(0x9E3779B97F4A7C15) + np.uint64(i * 0x51ED27A))
+    return np.int64(result)
+
+
+@plain
+def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int) -> int:
+    """Return the fingerprint of block `b`: 0 key record, 1 value record (both with notes).
+
+    2 and 3 originals.
+    """
+    if part == 0:
+        at, notes = (
+            h * turn.key_pitch + b * shape.key_bytes,
+            note_print(tiers.notes, h * turn.note_pitch + 6 * b),
+        )
+        return fingerprint(tiers.keys, at, shape.key_bytes, 1) + notes
+    if part == 1:
+        at, notes = (
+            h * turn.value_pitch + b * shape.value_bytes,
+            note_print(tiers.notes, h * turn.note_pitch + 6 * b),
+        )
+        return fingerprint(tiers.values, at, shape.value_bytes, 2) + notes
+    count = shape.block * shape.dim * item_bytes(shape)
+    source = tiers.original_keys if part == 2 else tiers.original_values
+    return fingerprint(source, h * turn.original_pitch + b * count, count, part + 1)
+
+
+@plain
+def sound(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int) -> bool:
+    """Compare a fingerprint with the one taken at sealing.
+
+    Record a fault and return False where they differ.
+    """
+    if part < 2 and tiers.raw[h * turn.raw_pitch + b]:
+        return True
+    if block_print(shape, turn, tiers, h, b, part) == tiers.checks[h * turn.check_pitch + 4 * b + part]:
+        return True
+    tiers.faults[2 * h] = 1 if part < 2 else 2
+    tiers.faults[2 * h + 1] = b
+    return False
+
+
+@plain
+def compare_scores(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, low: int, high: int
+) -> None:
+    """Score block `b` from codes and from the originals into `pads`; a difference above Delta is a fault."""
+    pads, padded, exact = item.pads, shape.padded, shape.rows * shape.padded
+    at = h * turn.key_pitch + b * shape.key_bytes
+    source = h * turn.original_pitch + b * shape.block * shape.dim * item_bytes(shape)
+    keys, block = tiers.original_keys, shape.block
+    if not exact_scores(shape, tiers, keys, source, block, item, h, low, high, pads, exact):
+        for r in range(low, high):
+            tiers.failed[h * shape.rows + r] = 1
+        return
+    if tiers.raw[h * turn.raw_pitch + b]:
+        return
+    read_scales(shape, tiers.keys, at, item.floats)
+    radius, reach = np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
+    for first in range(low // TEAM * TEAM, high, TEAM):
+        code_scores(shape, tiers, at, item, h * shape.rows + first, pads, first * padded)
+        for r in range(max(low, first), min(high, first + TEAM, shape.group)):
+            row = h * shape.rows + r
+            if tiers.failed[row]:
+                continue
+            delta = coded_delta(shape, tiers, item.floats, r - first, row, radius, reach)
+            allowed = delta + tiers.slack[2 * row + 1] * reach
+            for t in range(r * padded, r * padded + block):
+                if not abs(np.float64(pads[t]) - np.float64(pads[exact + t])) <= allowed:
+                    tiers.faults[2 * h], tiers.faults[2 * h + 1] = 1, b
+
+
+@plain
+def exact_delta(tiers: Store, slot: Slot, row: int, b: int) -> float:
+    """Return the bound on the errors of exact scores: rounding alone."""
+    return np.float32((tiers.slack[2 * row + 1] * slot.reach[b] + EXP_SLACK) * (1 + 2.0**-23))
+
+
+@plain
+def promote_keys(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int) -> None:
+    """Replace the scores of block `b` by exact ones in every row still to do.
+
+    After checking codes and originals.
+    """
+    if not (sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0)):
+        return
+    padded, pads, weights = shape.padded, item.pads, slot.weights
+    compare_scores(shape, turn, tiers, item, slot, h, b, 0, shape.rows)
+    for r in range(shape.group):
+        row, line = h * shape.rows + r, line_of(turn, slot, r)
+        if not tiers.todo[row]:
+            continue
+        to, exact = (b * shape.rows + r) * padded, (shape.rows + r) * padded
+        for t in range(shape.block):
+            weights[to + t] = pads[exact + t]
+        weigh(weights, to, shape.block, padded, line.peak, line.mass, line.square, b)
+        line.delta[b] = exact_delta(tiers, slot, row, b)
+        line.keep[b], line.key_coded[b] = np.float32(1), np.float32(0)
+
+
+@plain
+def explore(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
+    """Compare the codes of a few blocks with the originals, for one query head, only to find corruption."""
+    state = np.uint64(turn.count * 8191 + h + 1) * np.uint64(0x9E3779B97F4A7C15)
+    wanted = limits.explore * turn.blocks + np.float64(state >> np.uint64(11)) * 2.0**-53
+    for _ in range(int(wanted)):
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        b = np.int64((state >> np.uint64(33)) % np.uint64(turn.blocks))
+        r = np.int64((state >> np.uint64(20)) % np.uint64(shape.group))
+        if sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0):
+            compare_scores(shape, turn, tiers, item, slot, h, b, r, r + 1)

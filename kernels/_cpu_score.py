@@ -1,0 +1,291 @@
+"""Scores of a step: from codes with a proven error, from originals, and from the open tail."""
+
+from typing import Any
+
+import numpy as np
+
+from rcq_cli.kernels._cpu_integer import TEAM, TILE, dots_kernel
+from rcq_cli.kernels._cpu_state import Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_vector import (
+    FLUSH,
+    LANES,
+    add,
+    exponential,
+    fma,
+    half,
+    highest,
+    larger,
+    load,
+    load_bfloat,
+    load_half,
+    load_int,
+    mul,
+    plain,
+    size,
+    splat,
+    store,
+    store_short,
+    sub,
+    total,
+)
+
+LOW = np.float32(-3.0e38)
+ROUNDOFF = 2.0**-24
+MARGIN = 1.0 + 2.0**-12
+# both exponentials (inside a block, and of the block's peak): two roundings of a difference up to FLUSH, the
+# scaling by log2(e), and the polynomial
+EXP_SLACK = 2 * (4 * (FLUSH + 1) * ROUNDOFF + 1e-6)
+
+
+@plain
+def widen(source: Any, at: int, kind: int, count: int, out: Any, to: int) -> None:
+    """Write `count` numbers of an original at byte `at` as float32 to `out[to:]`."""
+    if kind == 0:
+        for c in range(0, count, LANES):
+            store(out, to + c, load(source, at + 4 * c))
+    elif kind == 1:
+        for c in range(0, count, LANES):
+            store(out, to + c, load_bfloat(source, at + 2 * c))
+    else:
+        for c in range(0, count, LANES):
+            store(out, to + c, load_half(source, at + 2 * c))
+
+
+@plain
+def item_bytes(shape: Shape) -> int:
+    """Return the bytes of one number of an original."""
+    return 2 if shape.kind else 4
+
+
+@plain
+def prepare(shape: Shape, limits: Limits, tiers: Store, h: int) -> None:
+    """Scale the queries of KV head `h`; set their norms and the slack per unit of key norm (theory 7.1)."""
+    dim = shape.dim
+    relative = (dim + 16) * ROUNDOFF / (1 - (dim + 16) * ROUNDOFF)
+    for r in range(shape.rows):
+        row = h * shape.rows + r
+        at = row * dim
+        tiers.failed[row] = 0
+        tiers.todo[row] = r < shape.group
+        square = 0.0
+        if r < shape.group:
+            source = (h * shape.group + r) * dim * item_bytes(shape)
+            widen(tiers.source, source, shape.kind, dim, tiers.query, at)
+        for c in range(at, at + dim):
+            exact = np.float64(tiers.query[c]) * limits.scale if r < shape.group else 0.0
+            tiers.query[c] = np.float32(exact)
+            square += exact * exact
+        norm = np.sqrt(square) * MARGIN
+        if not norm < 1e30:
+            tiers.failed[row] = 1
+        # the absolute parts cover scaled queries that underflow
+        tiers.slack[2 * row] = norm + 1e-36
+        tiers.slack[2 * row + 1] = relative * norm * MARGIN + 1e-36
+
+
+@plain
+def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
+    """Widen the annotations of block `b`; a raw block has no residual and its own key and value norms."""
+    at, bounds = h * turn.note_pitch + 6 * b, h * turn.raw_bound_pitch + 2 * b
+    if tiers.raw[h * turn.raw_pitch + b]:
+        slot.reach[b] = tiers.raw_bounds[bounds] * MARGIN
+        slot.radius[b] = tiers.raw_bounds[bounds + 1] * MARGIN
+        slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
+        return
+    slot.key_radius[b] = half(tiers.notes[at])
+    slot.reach[b] = half(tiers.notes[at]) + half(tiers.notes[at + 1])
+    slot.eta[b] = half(tiers.notes[at + 2])
+    slot.radius[b] = half(tiers.notes[at + 3])
+    slot.magnitude[b] = half(tiers.notes[at + 4])
+    slot.step[b] = half(tiers.notes[at + 5])
+
+
+@plain
+def read_scales(shape: Shape, keys: Any, at: int, floats: Any) -> None:
+    """Widen scale and offset of the key record at byte `at` to `floats[:2 * D]`."""
+    widen(keys, at + shape.padded * shape.dim, 2 if shape.narrow_keys else 0, 2 * shape.dim, floats, 0)
+
+
+def _coded_scores(team: int) -> Any:
+    dots = dots_kernel(team)
+
+    @plain
+    def coded(
+        shape: Shape, keys: Any, at: int, query: Any, first: int, floats: Any, ints: Any, scores: Any, to: int
+    ) -> None:
+        """Score a block for `team` queries from `query[first]`: `scores[to + head * P + token]`.
+
+        The query is folded into the key scales and rounded to 16 bits per head and block, so the dot products
+        are exact integers. Leaves step, sum |q s| and q . z per head in `floats[4 * D:]`.
+        """
+        dim, padded = shape.dim, shape.padded
+        meta, fold, pairs = 4 * dim, 2 * dim, dim // 2
+        for i in range(team):
+            top, absolute, shift = splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0))
+            for c in range(0, dim, LANES):
+                q = load(query, first + i * dim + c)
+                folded = mul(q, load(floats, c))
+                store(floats, fold + c, folded)
+                top, absolute = larger(size(folded), top), add(absolute, size(folded))
+                shift = fma(q, load(floats, dim + c), shift)
+            peak, steps = highest(top), np.float32(shape.fold_steps)
+            tiny = not peak > np.float32(1e-30)
+            inverse = splat(np.float32(0) if tiny else steps / peak)
+            for c in range(0, dim, LANES):
+                store_short(ints, i * dim + c, mul(load(floats, fold + c), inverse))
+            floats[meta + 4 * i] = np.float32(0) if tiny else peak / steps
+            floats[meta + 4 * i + 1] = total(absolute)
+            floats[meta + 4 * i + 2] = total(shift)
+        out = team * pairs
+        for t in range(0, padded, TILE):
+            dots(keys, at + 2 * t, 2 * padded, ints, 0, pairs, out + t, padded)
+        for i in range(team):
+            step, shift = splat(floats[meta + 4 * i]), splat(floats[meta + 4 * i + 2])
+            for t in range(i * padded, (i + 1) * padded, LANES):
+                store(scores, to + t, fma(load_int(ints, out + t), step, shift))
+
+    return coded
+
+
+_coded1, _coded2, _coded4 = (_coded_scores(team) for team in (1, 2, TEAM))
+
+
+@plain
+def code_scores(shape: Shape, tiers: Store, at: int, item: Item, row: int, scores: Any, to: int) -> None:
+    """Score the block at byte `at` for the team of rows that starts with `row` (of all KV heads)."""
+    keys, query, first, floats, ints = tiers.keys, tiers.query, row * shape.dim, item.floats, item.ints
+    if shape.rows == 1:
+        _coded1(shape, keys, at, query, first, floats, ints, scores, to)
+    elif shape.rows == 2:
+        _coded2(shape, keys, at, query, first, floats, ints, scores, to)
+    else:
+        _coded4(shape, keys, at, query, first, floats, ints, scores, to)
+
+
+@plain
+def coded_delta(
+    shape: Shape, tiers: Store, floats: Any, i: int, row: int, radius: float, reach: float
+) -> float:
+    """Bound the score error of a block that `code_scores` just scored as member `i` of its team.
+
+    min(D0, D3) of theory section 2, the 16-bit rounding of the folded query (half a step times |code| <= 128
+    per channel), rounding slack; infinite where float32 might have overflowed.
+    """
+    meta = 4 * shape.dim + 4 * i
+    step, absolute = np.float64(floats[meta]), np.float64(floats[meta + 1])
+    worst = 128.0 * shape.dim * shape.fold_steps * step + abs(np.float64(floats[meta + 2]))
+    if not (worst < 1e37 and absolute < 1e37):
+        return np.inf
+    folding = 0.51 * 128 * shape.dim * step if step > 0 else 128.0 * absolute
+    nearest = min(0.5 * absolute, tiers.slack[2 * row] * radius)
+    return (nearest + folding) * MARGIN + tiers.slack[2 * row + 1] * reach + EXP_SLACK
+
+
+@plain
+def weigh(
+    weights: Any, at: int, tokens: int, padded: int, peaks: Any, masses: Any, squares: Any, b: int
+) -> None:
+    """Turn scores at `weights[at:]` into exp(score - peak).
+
+    Write peak, mass and sum of squares of block `b`.
+    """
+    for t in range(tokens, padded):
+        weights[at + t] = LOW
+    top = splat(LOW)
+    for t in range(at, at + padded, LANES):
+        top = larger(load(weights, t), top)
+    peak = highest(top)
+    centre, mass, square = splat(peak), splat(np.float32(0)), splat(np.float32(0))
+    for t in range(at, at + padded, LANES):
+        weight = exponential(sub(load(weights, t), centre))
+        store(weights, t, weight)
+        mass, square = add(mass, weight), fma(weight, weight, square)
+    peaks[b], masses[b], squares[b] = peak, total(mass), total(square)
+
+
+@plain
+def score_block(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int) -> None:
+    """Score block `b` from its codes for all rows and bound the errors."""
+    at, padded = h * turn.key_pitch + b * shape.key_bytes, shape.padded
+    read_notes(turn, tiers, slot, h, b)
+    read_scales(shape, tiers.keys, at, item.floats)
+    for first in range(0, shape.rows, TEAM):
+        to = (b * shape.rows + first) * padded
+        code_scores(shape, tiers, at, item, h * shape.rows + first, slot.weights, to)
+        for i in range(min(TEAM, shape.rows)):
+            row, line = h * shape.rows + first + i, line_of(turn, slot, first + i)
+            delta = coded_delta(
+                shape, tiers, item.floats, i, row, np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
+            )
+            # float32 rounding of the bound itself
+            line.delta[b] = np.float32(delta * (1 + 2.0**-23))
+            weigh(slot.weights, to + i * padded, shape.block, padded, line.peak, line.mass, line.square, b)
+            if not (delta < 1e30 and abs(line.peak[b]) < 1e37) and not tiers.raw[h * turn.raw_pitch + b]:
+                tiers.failed[row] = 1
+
+
+@plain
+def exact_scores(
+    shape: Shape, tiers: Store, source: Any, at: int, tokens: int, item: Item, h: int, low: int, high: int,
+    scores: Any, to: int,
+) -> bool:  # fmt: skip
+    """Score `tokens` originals at byte `at` for rows `low` to `high`: `scores[to + row * P + token]`.
+
+    Returns whether all are finite.
+    """
+    dim, floats, sound = shape.dim, item.floats, True
+    for t in range(tokens):
+        widen(source, at + t * dim * item_bytes(shape), shape.kind, dim, floats, 3 * dim)
+        for r in range(low, high):
+            first, dot = (h * shape.rows + r) * dim, splat(np.float32(0))
+            for c in range(0, dim, LANES):
+                dot = fma(load(tiers.query, first + c), load(floats, 3 * dim + c), dot)
+            score = total(dot)
+            scores[to + r * shape.padded + t] = score
+            sound = sound and abs(score) < np.float32(1e37)
+    return sound
+
+
+@plain
+def square_distance(row: Any, first: int, dim: int, centre: Any, to: int, scale: float) -> float:
+    """Return the squared distance of a float32 row from `scale` times a float64 one."""
+    result = 0.0
+    for c in range(dim):
+        result += (np.float64(row[first + c]) - scale * centre[to + c]) ** 2
+    return result
+
+
+@plain
+def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int) -> None:
+    """Score the open tail as one more block, with exact keys and values."""
+    b, dim, padded, floats = turn.blocks, shape.dim, shape.padded, item.floats
+    bytes_ = dim * item_bytes(shape)
+    at, values = h * shape.block * bytes_, (shape.heads + h) * shape.block * bytes_
+    reach, radius = 0.0, 0.0
+    for t in range(turn.tail):
+        widen(tiers.tail, at + t * bytes_, shape.kind, dim, floats, 3 * dim)
+        reach = max(reach, square_distance(floats, 3 * dim, dim, tiers.centre, h * dim, 0.0))
+        widen(tiers.tail, values + t * bytes_, shape.kind, dim, floats, 3 * dim)
+        radius = max(radius, square_distance(floats, 3 * dim, dim, tiers.centre, h * dim, 1.0))
+    slot.reach[b], slot.radius[b] = np.sqrt(reach) * MARGIN, np.sqrt(radius) * MARGIN
+    slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
+    to = b * shape.rows * padded
+    sound = exact_scores(shape, tiers, tiers.tail, at, turn.tail, item, h, 0, shape.rows, slot.weights, to)
+    for r in range(shape.rows):
+        line, row = line_of(turn, slot, r), h * shape.rows + r
+        line.delta[b] = tiers.slack[2 * row + 1] * slot.reach[b] + EXP_SLACK
+        if turn.tail:
+            weigh(slot.weights, to + r * padded, turn.tail, padded, line.peak, line.mass, line.square, b)
+        else:
+            line.peak[b], line.mass[b], line.square[b] = LOW, np.float32(0), np.float32(0)
+        if not sound:
+            tiers.failed[row] = 1
+
+
+@plain
+def score_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, part: int) -> None:
+    """Score the blocks of one range, and the tail with the last one."""
+    for b in range(turn.blocks * part // turn.ranges, turn.blocks * (part + 1) // turn.ranges):
+        score_block(shape, turn, tiers, item, slot, h, b)
+    if part == turn.ranges - 1:
+        score_tail(shape, turn, tiers, item, slot, h)

@@ -1,0 +1,344 @@
+"""What the CPU kernels are given: sizes, and pointers to the store, the scratch and the answer."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rcq_cli.kernels._cpu_vector import (
+    ahead,
+    bytes_at,
+    doubles_at,
+    floats_at,
+    ints_at,
+    longs_at,
+    plain,
+    shorts_at,
+)
+
+
+class Shape(NamedTuple):
+    """Sizes of one layer; all int."""
+
+    heads: int
+    """Hkv"""
+    group: int
+    """R, query heads of one KV head."""
+    rows: int
+    """R padded to whole teams: 1, 2 or a multiple of 4."""
+    dim: int
+    block: int
+    """S"""
+    padded: int
+    """P, a multiple of 16."""
+    groups: int
+    """D / G"""
+    key_bytes: int
+    """Bytes of a key record."""
+    value_bytes: int
+    """Bytes of a value record."""
+    narrow_keys: int
+    """1: key metadata in float16."""
+    two_level: int
+    """1: two-level value metadata."""
+    kind: int
+    """Dtype of originals, query and output: 0 float32, 1 bfloat16, 2 float16."""
+    fold_steps: int
+    """Steps of the folded query; the int32 sum of D products stays in range."""
+
+
+class Turn(NamedTuple):
+    """What changes from step to step; all int."""
+
+    blocks: int
+    tail: int
+    """Tokens of the open tail."""
+    key_pitch: int
+    """Elements from one head to the next, here and in the next five."""
+    value_pitch: int
+    note_pitch: int
+    raw_pitch: int
+    raw_bound_pitch: int
+    check_pitch: int
+    original_pitch: int
+    """In bytes."""
+    count: int
+    """Steps taken so far: seeds the exploration."""
+    threads: int
+    ranges: int
+    """Block ranges of a KV head that run side by side; 1: a thread runs whole heads."""
+    certify: int
+    """0: no promotion, skipping or bounds (mode naive)."""
+    skip: int
+    rounds: int
+    width: int
+    """Length of a row of per-block scratch."""
+    weight_row: int
+    """Weights of one slot."""
+    float_row: int
+    """Floats, ints, and accumulators of one item."""
+    int_row: int
+    gather_row: int
+
+
+class Limits(NamedTuple):
+    """Float64 knobs of a step."""
+
+    scale: float
+    eps: float
+    absolute: float
+    """1.0: eps is absolute."""
+    explore: float
+
+
+class Store(NamedTuple):
+    """Pointers to the store, to scratch that is not divided, and to query and answer."""
+
+    keys: Any
+    values: Any
+    notes: Any
+    """uint16 `[.., 6]`: float16 rk, kappa, eta, rv, largest |z| + s * code norm, largest value scale."""
+    raw: Any
+    raw_bounds: Any
+    checks: Any
+    """int64 `[.., 4]`: key record, value record, original keys, original values."""
+    original_keys: Any
+    original_values: Any
+    tail: Any
+    """Bytes of `[2, Hkv, S, D]`."""
+    centre: Any
+    """float64 `[Hkv, D]`"""
+    spectra: Any
+    """float64 `[2, Hkv]`: lambda_V, lambda_E."""
+    source: Any
+    """Bytes of the query `[Hq, D]`."""
+    output: Any
+    """Bytes of the output `[Hq, D]`."""
+    fields: Any
+    """float64 `[FIELDS, Hq]`"""
+    query: Any
+    """float32 `[Hkv, rows, D]`, times the scale."""
+    slack: Any
+    """float64 `[Hkv, rows, 2]`: norm of the scaled query, rounding slack per unit of key norm."""
+    failed: Any
+    """uint8 `[Hkv, rows]`: float32 overflowed."""
+    todo: Any
+    """uint8 `[Hkv, rows]`: not yet within the budget."""
+    plans: Any
+    """float64 `[Hkv, rows, PLANS]`: norm of the output, its distance from c0, limit, what is left, care."""
+    outputs: Any
+    """float64 `[Hkv, rows, D]`"""
+    faults: Any
+    """int64 `[Hkv, 2]`: 0 none, 1 tier 1 damaged, 2 originals damaged; and the block."""
+
+
+class Slot(NamedTuple):
+    """Scratch of one KV head while it is worked on; rows of blocks are `Turn.width` long."""
+
+    weights: Any
+    """float32 `[blocks + 1, rows, P]`: exp(score - peak of the block)."""
+    stats: Any
+    """float32 `[rows, STATS, width]`: what `line_of` names."""
+    reach: Any
+    """float32 kappa + rk"""
+    key_radius: Any
+    """rk"""
+    eta: Any
+    radius: Any
+    """rv"""
+    magnitude: Any
+    """Largest norm of what is added up for a value."""
+    step: Any
+    """Largest value scale."""
+    flags: Any
+    """uint8 `[rows, width]`: KEY_WANTED, VALUE_WANTED."""
+    bucket: Any
+    """uint8, of the last `spread`."""
+    want_keys: Any
+    pins: Any
+    table: Any
+    """float64 `[BUCKETS + 1, 3]`"""
+
+
+class Item(NamedTuple):
+    """Scratch of one piece of work."""
+
+    floats: Any
+    """Metadata and folded query of a block, or its value scales."""
+    ints: Any
+    """Query or weight pairs, and the integer sums."""
+    pads: Any
+    """float32 `[2, rows, P]`: coded and exact scores of a block."""
+    gathered: Any
+    """float32 accumulators of the value pass."""
+    sums: Any
+    """float64 `[rows, D]`"""
+    rows: Any
+    """int64 `[TEAM]`: rows of a team."""
+    to: Any
+    """int64 `[TEAM]`: where their weights start."""
+    factors: Any
+    """float32 `[TEAM]`"""
+
+
+class Line(NamedTuple):
+    """Float32 rows over blocks (the last one is the open tail) of one query head."""
+
+    peak: Any
+    """Largest score of the block."""
+    mass: Any
+    """Sum of exp(score - peak)."""
+    square: Any
+    """Sum of its squares."""
+    delta: Any
+    """Bound on the score errors."""
+    factor: Any
+    """exp(peak - highest peak)"""
+    share: Any
+    """mass * factor over the total of the kept blocks."""
+    cost: Any
+    """A contribution to a bound, here and in the next two: triangle form,"""
+    move: Any
+    """weight shifted,"""
+    energy: Any
+    """squared for the spectral form."""
+    keep: Any
+    """1.0, or 0.0 where values are skipped."""
+    key_coded: Any
+    """1.0, or 0.0 where scores are exact."""
+    value_coded: Any
+    """1.0, or 0.0 where values are read from the originals."""
+
+
+STATS, NOTES, MARKS = len(Line._fields), 6, 3
+PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLANS = range(6)
+KEY_WANTED, VALUE_WANTED = 1, 2
+(
+    KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, NORM, LIMIT, KEYS_USED, VALUES_USED, SKIPPED, RUNG,
+    PAGED, EXACT, FIELDS,
+) = range(13)  # fmt: skip
+BUCKETS = 192
+"""Classes of a contribution, eight an octave; the last holds everything smaller."""
+ADDRESSES = (*Store._fields, "weights", "stats", "notes", "flags", "marks", "tables")
+ADDRESSES += ("floats", "ints", "pads", "gathered", "sums", "picks", "factors", "residuals")
+"""Arrays a kernel is given, in this order."""
+
+
+def pack(shape: Shape, turn: Turn, limits: Limits, addresses: Sequence[int]) -> np.ndarray:
+    """Return all that a kernel is given as one int64 array; the kernel receives its address."""
+    call = np.array((*shape, *turn, *(0,) * len(limits), *addresses), np.int64)
+    first = len(shape) + len(turn)
+    call[first : first + len(limits)].view(np.float64)[:] = limits
+    return call
+
+
+_TURN, _LIMITS, _STORE = 13, 33, 37
+_SLOT = _STORE + len(Store._fields)
+_ITEM = _SLOT + 6
+assert (
+    len(Shape._fields),
+    len(Shape._fields) + len(Turn._fields),
+    len(Shape._fields) + len(Turn._fields) + len(Limits._fields),
+) == (_TURN, _LIMITS, _STORE)
+
+
+@plain
+def shape_at(call: Any) -> Shape:
+    """Return the sizes of a call."""
+    return Shape(
+        call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9], call[10],
+        call[11], call[12],
+    )  # fmt: skip
+
+
+@plain
+def turn_at(call: Any) -> Turn:
+    """Return the counts of a call."""
+    t = ahead(call, _TURN)
+    return Turn(
+        t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], t[11], t[12], t[13], t[14], t[15],
+        t[16], t[17], t[18], t[19],
+    )  # fmt: skip
+
+
+@plain
+def limits_at(address: int) -> Limits:
+    """Return the knobs of the call at that address."""
+    x = ahead(doubles_at(address), _LIMITS)
+    return Limits(x[0], x[1], x[2], x[3])
+
+
+@plain
+def store_at(call: Any) -> Store:
+    """Return the pointers of the store, and of what is not divided."""
+    a = ahead(call, _STORE)
+    return Store(
+        bytes_at(a[0]), bytes_at(a[1]), shorts_at(a[2]), bytes_at(a[3]), doubles_at(a[4]), longs_at(a[5]),
+        bytes_at(a[6]), bytes_at(a[7]), bytes_at(a[8]), doubles_at(a[9]), doubles_at(a[10]), bytes_at(a[11]),
+        bytes_at(a[12]), doubles_at(a[13]), floats_at(a[14]), doubles_at(a[15]), bytes_at(a[16]),
+        bytes_at(a[17]), doubles_at(a[18]), doubles_at(a[19]), longs_at(a[20]),
+    )  # fmt: skip
+
+
+@plain
+def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
+    """Return slot `index` of the scratch."""
+    a = ahead(call, _SLOT)
+    width = turn.width
+    notes = ahead(floats_at(a[2]), index * NOTES * width)
+    marks = ahead(bytes_at(a[4]), index * MARKS * width)
+    return Slot(
+        ahead(floats_at(a[0]), index * turn.weight_row),
+        ahead(floats_at(a[1]), index * shape.rows * STATS * width),
+        notes,
+        ahead(notes, width),
+        ahead(notes, 2 * width),
+        ahead(notes, 3 * width),
+        ahead(notes, 4 * width),
+        ahead(notes, 5 * width),
+        ahead(bytes_at(a[3]), index * shape.rows * width),
+        marks,
+        ahead(marks, width),
+        ahead(marks, 2 * width),
+        ahead(doubles_at(a[5]), index * (BUCKETS + 1) * 3),
+    )
+
+
+@plain
+def item_at(shape: Shape, turn: Turn, call: Any, index: int) -> Item:
+    """Return item `index` of the scratch."""
+    a = ahead(call, _ITEM)
+    picks = ahead(longs_at(a[5]), index * 8)
+    return Item(
+        ahead(floats_at(a[0]), index * turn.float_row),
+        ahead(ints_at(a[1]), index * turn.int_row),
+        ahead(floats_at(a[2]), index * (2 * shape.rows * shape.padded + 64)),
+        ahead(floats_at(a[3]), index * turn.gather_row),
+        ahead(doubles_at(a[4]), index * shape.rows * shape.dim),
+        picks,
+        ahead(picks, 4),
+        ahead(floats_at(a[6]), index * 4),
+    )
+
+
+@plain
+def residuals_at(call: Any) -> Any:
+    """Return where sealing writes V - V': float64 `[Hkv, count * S, D]`."""
+    return doubles_at(ahead(call, _ITEM)[7])
+
+
+@plain
+def line_of(turn: Turn, slot: Slot, r: int) -> Line:
+    """Return the statistics of query head `r` of the slot's KV head."""
+    w = turn.width
+    first = ahead(slot.stats, r * STATS * w)
+    return Line(
+        first, ahead(first, w), ahead(first, 2 * w), ahead(first, 3 * w), ahead(first, 4 * w),
+        ahead(first, 5 * w), ahead(first, 6 * w), ahead(first, 7 * w), ahead(first, 8 * w), ahead(first, 9 *
+        w), ahead(first, 10 * w), ahead(first, 11 * w), )  # fmt: skip
+
+
+@plain
+def used_width(blocks: int) -> int:
+    """Return how far loops over blocks run: blocks and tail, rounded up to 16."""
+    return (blocks + 16) // 16 * 16

@@ -1,0 +1,378 @@
+# ruff: noqa: ARG001, ARG005 - Numba fixes the parameters of an intrinsic, used or not
+"""Vectors of LANES 32-bit numbers and raw pointers as Numba types, and where compiled kernels are kept.
+
+Kernels take addresses, not arrays: Numba counts references to every array it passes on, a pointer costs
+nothing. Explicit loads are not checked against the end of anything.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils, codegen, config
+from numba.extending import intrinsic, models, register_model
+
+
+def features() -> str:
+    """Return the instruction sets Numba compiles for, as LLVM names them."""
+    return str(config.CPU_FEATURES if config.CPU_FEATURES is not None else codegen.get_host_cpu_features())
+
+
+WIDE, AVX2, X86 = "+avx512bw" in features(), "+avx2" in features(), "+sse2" in features()
+LANES = 16 if WIDE else 8
+FLUSH = 87.0
+"""Weights below exp(-FLUSH) of the largest one count as zero."""
+
+
+def _folder() -> Path | None:
+    """Return a folder for compiled kernels that can be written to, or None.
+
+    Numba notices edits of the file of the outermost function only, so the name carries a digest of all
+    kernels.
+    """
+    sources = sorted(Path(__file__).parent.glob("*cpu*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    home = Path(config.CACHE_DIR or Path(os.environ.get("RCQ_HOME") or "~/.cache/rcq").expanduser() / "numba")
+    folder = home / f"rcq-{digest}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return None
+    return folder
+
+
+def _kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    """Return a decorator that compiles once and reads the result from disk afterwards where that is possible.
+
+    Return a decorator that compiles once and reads the result from disk afterwards where that is
+    possible.
+    """
+
+    def decorate(function: Any) -> Any:
+        folder, before = _folder(), config.CACHE_DIR
+        if folder is None:
+            return compiler(*arguments, **options)(function)
+        try:
+            config.CACHE_DIR = str(folder)
+            return compiler(*arguments, cache=True, **options)(function)
+        finally:
+            config.CACHE_DIR = before
+
+    return decorate
+
+
+def entry(**options: Any) -> Callable[[Any], Any]:
+    """Return the decorator of a function that Python calls."""
+    return _kept(njit, nogil=True, error_model="numpy", **options)
+
+
+def callback(function: Any) -> Any:
+    """Compile a piece of work: four integers to one, called through its address."""
+    return _kept(cfunc, types.int64(*(types.int64,) * 4), error_model="numpy")(function)
+
+
+def _inner(fast: set[str]) -> Callable[[Any], Any]:
+    """Return the decorator of a function that only kernels call.
+
+    Compiled once whether or not arguments are literal.
+    """
+
+    def decorate(function: Any) -> Any:
+        made = njit(nogil=True, error_model="numpy", fastmath=fast)(function)
+        template = made.get_call_template
+        made.get_call_template = lambda args, kws: template([types.unliteral(a) for a in args], kws)
+        return made
+
+    return decorate
+
+
+plain = _inner(set())
+# order-free sums are what the rounding analysis charges; NaN must survive, so `nnan` is left out
+loose = _inner({"reassoc", "contract", "nsz"})
+# for finite input only
+finite = _inner({"reassoc", "contract", "nsz", "nnan"})
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """`LANES` numbers in one register."""
+
+    def __init__(self, name: str, element: ir.Type) -> None:
+        super().__init__(name)
+        self.element = element
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, ir.VectorType(kind.element, LANES))
+
+
+_i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_f16, _f32, _f64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+FLOATS = Vector("rcq-floats", _f32)
+FLOAT_LANES, INTS = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES)
+f32, i32, i64 = types.float32, types.int32, types.intp
+
+
+def _op(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
+    """Return an intrinsic of that signature; `emit(builder, *values)` writes its instructions."""
+    signature = result(*arguments)
+
+    def code(context: Any, builder: Any, found: Any, values: Any) -> Any:
+        return emit(builder, *values)
+
+    makers = {
+        1: lambda typing, x: (signature, code),
+        2: lambda typing, x, y: (signature, code),
+        3: lambda typing, x, y, z: (signature, code),
+        4: lambda typing, x, y, z, w: (signature, code),
+    }
+    return intrinsic(makers[len(arguments)])
+
+
+def address(builder: Any, pointer: Any, index: Any, pointee: ir.Type) -> Any:
+    return builder.bitcast(builder.gep(pointer, [index]), pointee.as_pointer())
+
+
+def _reader(stored: ir.Type, widen: Callable[..., Any]) -> Any:
+    """Return `read(pointer, index)`: LANES numbers of type `stored` from that element on, as floats."""
+
+    def read(typing: Any, pointer: Any, index: Any) -> Any:
+
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            pointee = ir.VectorType(stored, LANES)
+            where = address(builder, *values, pointee)
+            return widen(builder, builder.load(where, align=1))
+
+        return FLOATS(pointer, i64), code
+
+    return intrinsic(read)
+
+
+def _writer(stored: ir.Type, narrow: Callable[..., Any]) -> Any:
+    """Return `write(pointer, index, floats)`: LANES numbers of type `stored`.
+
+    `index` counted in that type.
+    """
+
+    def write(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            first = builder.gep(builder.bitcast(values[0], stored.as_pointer()), [values[1]])
+            where = builder.bitcast(first, ir.VectorType(stored, LANES).as_pointer())
+            builder.store(narrow(builder, values[2]), where, align=1)
+            return context.get_dummy_value()
+
+        return types.void(pointer, i64, FLOATS), code
+
+    return intrinsic(write)
+
+
+def call(builder: Any, name: str, result: ir.Type, *values: Any, fast: tuple[str, ...] = ()) -> Any:
+    kind = ir.FunctionType(result, [v.type for v in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values, fastmath=fast)
+
+
+def _constant(number: float) -> Any:
+    return ir.Constant(FLOAT_LANES, [number] * LANES)
+
+
+def splat_of(builder: Any, x: Any) -> Any:
+    first = builder.insert_element(ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined), x, _i32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
+
+
+def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    return call(builder, f"llvm.fma.v{LANES}f32", FLOAT_LANES, x, y, z)
+
+
+def _round(builder: Any, x: Any) -> Any:
+    return builder.fptosi(call(builder, f"llvm.rint.v{LANES}f32", FLOAT_LANES, x), INTS)
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def _widen_bfloat(builder: Any, x: Any) -> Any:
+    wide = builder.shl(builder.zext(x, INTS), ir.Constant(INTS, [16] * LANES))
+    return builder.bitcast(wide, FLOAT_LANES)
+
+
+def _exponential(builder: Any, x: Any) -> Any:
+    """Return exp(x) for x <= 0, 0 below -FLUSH: 2^n times a polynomial of degree 6 on [-1/2.
+
+    1/2] (error 1.5e-7).
+    """
+    kept = builder.fcmp_ordered(">", x, _constant(-FLUSH))
+    scaled = builder.fmul(builder.select(kept, x, _constant(0.0)), _constant(1.4426950408889634))
+    whole = call(builder, f"llvm.rint.v{LANES}f32", FLOAT_LANES, scaled)
+    part = builder.fsub(scaled, whole)
+    result = _constant(_POWERS[-1])
+    for coefficient in _POWERS[-2::-1]:
+        result = _fma(builder, result, part, _constant(coefficient))
+    exponent = builder.shl(builder.fptosi(whole, INTS), ir.Constant(INTS, [23] * LANES))
+    power = builder.add(builder.bitcast(result, INTS), exponent)
+    return builder.select(kept, builder.bitcast(power, FLOAT_LANES), _constant(0.0))
+
+
+_POWERS = [float(np.log(2.0) ** k / np.prod(np.arange(1.0, k + 1))) for k in range(7)]
+
+load = _reader(_f32, lambda b, x: x)
+load_int = _reader(_i32, lambda b, x: b.sitofp(x, FLOAT_LANES))
+load_half = _reader(_f16, lambda b, x: b.fpext(x, FLOAT_LANES))
+load_bfloat = _reader(_i16, _widen_bfloat)
+load_byte = _reader(_i8, lambda b, x: b.uitofp(x, FLOAT_LANES))
+store = _writer(_f32, lambda b, x: x)
+store_short = _writer(_i16, lambda b, x: b.trunc(_round(b, x), ir.VectorType(_i16, LANES)))
+splat = _op(FLOATS, (f32,), splat_of)
+add = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y))
+sub = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fsub(x, y))
+mul = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fmul(x, y))
+divide = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fdiv(x, y))
+fma = _op(FLOATS, (FLOATS, FLOATS, FLOATS), _fma)
+pick_less = _op(FLOATS, (FLOATS,) * 4, lambda b, x, y, yes, no: b.select(b.fcmp_ordered("<", x, y), yes, no))
+larger = _op(FLOATS, (FLOATS, FLOATS), _larger)
+size = _op(FLOATS, (FLOATS,), lambda b, x: call(b, f"llvm.fabs.v{LANES}f32", FLOAT_LANES, x))
+exponential = _op(FLOATS, (FLOATS,), _exponential)
+total = _op(
+    f32,
+    (FLOATS,),
+    lambda b, x: call(b, f"llvm.vector.reduce.fadd.v{LANES}f32", _f32, _f32(0.0), x, fast=("reassoc",)),
+)
+highest = _op(
+    f32, (FLOATS,), lambda b, x: call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", _f32, x, fast=("nnan",))
+)
+bits = _op(i32, (f32,), lambda b, x: b.bitcast(x, _i32))
+half = _op(f32, (types.uint16,), lambda b, x: b.fpext(b.bitcast(x, _f16), _f32))
+half_bits = _op(types.uint16, (f32,), lambda b, x: b.bitcast(b.fptrunc(x, _f16), _i16))
+bfloat = _op(
+    f32,
+    (types.uint16,),
+    lambda b, x: b.bitcast(b.shl(b.zext(x, _i32), _i32(16)), _f32),
+)
+
+
+@intrinsic
+def word(typing: Any, pointer: Any, index: Any) -> Any:
+    """Return the unsigned 32-bit word at byte `index` from a byte pointer on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load(address(builder, *values, _i32), align=1)
+
+    return types.uint32(pointer, i64), code
+
+
+@intrinsic
+def short(typing: Any, pointer: Any, index: Any) -> Any:
+    """Return the unsigned 16-bit number at byte `index` from a byte pointer on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load(address(builder, *values, _i16), align=1)
+
+    return types.uint16(pointer, i64), code
+
+
+@intrinsic
+def put_short(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Write an unsigned 16-bit number at byte `index` from a byte pointer on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        where = address(builder, *values[:2], _i16)
+        builder.store(values[2], where, align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, i64, types.uint16), code
+
+
+@intrinsic
+def put_float(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Write a float32 at byte `index` from a byte pointer on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        where = address(builder, *values[:2], _f32)
+        builder.store(values[2], where, align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, i64, f32), code
+
+
+@intrinsic
+def put_word(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Write an unsigned 32-bit word at byte `index`."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.store(values[2], address(builder, *values[:2], _i32), align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, i64, types.uint32), code
+
+
+as_float = _op(f32, (types.uint32,), lambda b, x: b.bitcast(x, _f32))
+
+
+@intrinsic
+def store_pairs(typing: Any, pointer: Any, index: Any, low: Any, high: Any) -> Any:
+    """Write LANES words of two rounded non-negative 16-bit weights, `low` in the low half."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        where = address(builder, *values[:2], INTS)
+        shifted = builder.shl(_round(builder, values[3]), ir.Constant(INTS, [16] * LANES))
+        builder.store(builder.or_(_round(builder, values[2]), shifted), where, align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, i64, FLOATS, FLOATS), code
+
+
+# -- pointers -----------------------------------------------------------------------------------------------
+
+
+def _pointer(element: Any) -> Any:
+    """Return an intrinsic that makes an address a pointer to `element`s, which can be indexed."""
+
+    def at(typing: Any, address: Any) -> Any:
+        kind = types.CPointer(element)
+
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(kind))
+
+        return kind(i64), code
+
+    return intrinsic(at)
+
+
+bytes_at, shorts_at, ints_at, longs_at = (
+    _pointer(kind) for kind in (types.uint8, types.uint16, types.int32, types.int64)
+)
+floats_at, doubles_at = _pointer(types.float32), _pointer(types.float64)
+
+
+@intrinsic
+def ahead(typing: Any, pointer: Any, count: Any) -> Any:
+    """Return the pointer `count` elements further on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.gep(values[0], [values[1]])
+
+    return pointer(pointer, i64), code
+
+
+@intrinsic
+def invoke(typing: Any, function: Any, address: Any, phase: Any, index: Any, number: Any) -> Any:
+    """Call a compiled piece. Through its address.
+
+    So that the loop over threads is compiled apart from the work.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(_i64, [_i64] * 4).as_pointer()
+        return builder.call(builder.inttoptr(values[0], kind), values[1:])
+
+    return types.int64(*(types.int64,) * 5), code

@@ -1,0 +1,151 @@
+"""Fast CPU kernels: sealing, and one certified step, in Numba with vector instructions written out.
+
+One specialisation serves every geometry, block size and dtype: sizes are arguments, originals are bytes.
+Layouts stand in `kernels/README.md`; the parts of a step are `_cpu_score`, `_cpu_promote`, `_cpu_gather` and
+`_cpu_plan`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from numba import prange
+
+from rcq_cli.kernels._cpu_gather import value_range
+from rcq_cli.kernels._cpu_integer import TILE
+from rcq_cli.kernels._cpu_plan import choose, finish, pin, start
+from rcq_cli.kernels._cpu_promote import block_print
+from rcq_cli.kernels._cpu_score import prepare, score_range
+from rcq_cli.kernels._cpu_sealing import seal_block
+from rcq_cli.kernels._cpu_state import (
+    Item,
+    Limits,
+    Shape,
+    Slot,
+    Store,
+    Turn,
+    item_at,
+    limits_at,
+    residuals_at,
+    shape_at,
+    slot_at,
+    store_at,
+    turn_at,
+)
+from rcq_cli.kernels._cpu_vector import AVX2, X86, callback, entry, features, invoke, longs_at, plain
+from rcq_cli.kernels._format import TierFormat
+from rcq_cli.kernels.reference import Reference
+from rcq_cli.protocols import Geometry
+
+WHOLE, PREPARE, SCORE, PLAN, SUM, JUDGE = range(6)
+"""Phases of a step: all of it for whole KV heads, or one part, after which all threads meet."""
+
+
+@plain
+def run_phase(
+    shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, phase: int, h: int,
+    part: int, number: int,
+) -> int:  # fmt: skip
+    """Run one part of a step for KV head `h`; return how many of its query heads are left."""
+    if phase == PREPARE:
+        prepare(shape, limits, tiers, h)
+        start(shape, turn, tiers, slot, h)
+    elif phase == SCORE:
+        score_range(shape, turn, tiers, item, slot, h, part)
+    elif phase == PLAN:
+        if number == 0:
+            pin(shape, turn, limits, tiers, item, slot, h)
+        choose(shape, turn, limits, tiers, item, slot, h, number)
+    elif phase == SUM:
+        value_range(shape, turn, tiers, item, slot, h, part)
+    elif phase == JUDGE:
+        return finish(shape, turn, limits, tiers, slot, item.sums, h, number == turn.rounds)
+    return 0
+
+
+def step_piece(address: int, phase: int, index: int, number: int) -> int:
+    """Run `phase` of round `number` for piece `index` of the step that the call at `address` describes."""
+    call = longs_at(address)
+    shape, turn, limits, tiers = shape_at(call), turn_at(call), limits_at(address), store_at(call)
+    if phase == WHOLE:
+        item, slot = item_at(shape, turn, call, index), slot_at(shape, turn, call, index)
+        for h in range(index, shape.heads, turn.threads):
+            at, number = PREPARE, 0
+            while at <= JUDGE:
+                left = run_phase(shape, turn, limits, tiers, item, slot, at, h, 0, number)
+                again = at == JUDGE and left > 0 and number < turn.rounds
+                at, number = (PLAN, number + 1) if again else (at + 1, number)
+        return 0
+    split = phase in (SCORE, SUM)
+    h, part = (index // turn.ranges, index % turn.ranges) if split else (index, 0)
+    item, slot = item_at(shape, turn, call, h * turn.ranges + part), slot_at(shape, turn, call, h)
+    return run_phase(shape, turn, limits, tiers, item, slot, phase, h, part, number)
+
+
+def seal_piece(address: int, phase: int, index: int, number: int) -> int:
+    """Seal block `index % number` of KV head `index // number`."""
+    call = longs_at(address)
+    shape = shape_at(call)
+    seal_block(
+        shape, turn_at(call), store_at(call), index // number, index % number, number, residuals_at(call)
+    )
+    return phase
+
+
+def print_piece(address: int, phase: int, index: int, number: int) -> int:
+    """Return fingerprint `phase` of block `index` of KV head `number`."""
+    call = longs_at(address)
+    return block_print(shape_at(call), turn_at(call), store_at(call), number, index, phase)
+
+
+@cache
+def compiled(piece: Callable[[int, int, int, int], int]) -> Any:
+    """Return a piece with its `address`; compiles it, or reads it from the disk cache, on the first call."""
+    return callback(piece)
+
+
+@entry(parallel=True)
+def run(function: int, address: int, phase: int, pieces: int, number: int) -> int:
+    """Call the function at that address for every piece, on all threads.
+
+    Return the sum of what it returns.
+    """
+    result = 0
+    for index in prange(pieces):
+        result += invoke(function, address, phase, index, number)
+    return result
+
+
+def warm() -> None:
+    """Compile everything, or read it from the disk cache, so that no later call does."""
+    for piece in (step_piece, seal_piece, print_piece):
+        run(compiled(piece).address, 0, WHOLE, 0, 0)
+
+
+class Cpu(Reference):
+    """Fused Numba kernels; the float64 operations of the reference where those do not apply."""
+
+    name: ClassVar[str] = "cpu"
+
+    def unsupported(self, geometry: Geometry) -> str | None:
+        """Return why these kernels cannot serve `geometry` here, or None."""
+        if torch.device(geometry.device).type != "cpu":
+            return f"it runs on the CPU, the cache is on {geometry.device}"
+        if X86 and not (AVX2 and "+f16c" in features() and "+fma" in features()):
+            return "this processor has no AVX2, FMA and F16C"
+        if geometry.head_dim % TILE:
+            return f"head dim {geometry.head_dim} is no multiple of {TILE}"
+        return None
+
+    def unfused(self, fmt: TierFormat) -> str | None:
+        """Return why a step on this format goes through the float64 operations instead of the kernels.
+
+        Or None.
+        """
+        if fmt.group % TILE:
+            return f"group {fmt.group} is no multiple of {TILE}"
+        return None
+
+
+BACKEND = Cpu()

@@ -1,0 +1,197 @@
+"""The tiered store in the records that backend `cpu` reads.
+
+One byte record of keys and one of values per block.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rcq_cli.cache.slab import Slab
+from rcq_cli.cache.tiers import TieredStore, corrupted
+from rcq_cli.kernels import cpu
+from rcq_cli.kernels._cpu_integer import TEAM, TILE
+from rcq_cli.kernels._cpu_state import ADDRESSES, Limits, Shape, Turn, pack
+from rcq_cli.kernels._format import TierFormat
+from rcq_cli.kernels.reference import Blocks
+from rcq_cli.protocols import Geometry, LayerBytes
+
+KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
+NO_LIMITS = Limits(0.0, 0.0, 0.0, 0.0)
+_CHUNK_ELEMENTS = 2**21
+
+
+class PackedStore(TieredStore):
+    """Tier 1 as records (`kernels/README.md`), sealed by one parallel kernel call.
+
+    Everything else as in `TieredStore`.
+    """
+
+    def __init__(
+        self, geometry: Geometry, fmt: TierFormat, backend: cpu.Cpu, *, originals: bool = True
+    ) -> None:
+        super().__init__(geometry, fmt, backend, originals=originals)
+        cpu.warm()
+        heads = geometry.kv_heads
+        self.shape = shape_of(geometry, fmt)
+        self.blocks = {
+            "keys": Slab(heads, (self.shape.key_bytes,), torch.uint8),
+            "values": Slab(heads, (self.shape.value_bytes,), torch.uint8),
+        }
+        self.annotations = Slab(heads, (6,), torch.float16)
+        self.checks = Slab(heads, (4,), torch.int64)
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    def _seal(self, keys: Tensor, values: Tensor) -> None:
+        size = self.fmt.block
+        step = max(1, _CHUNK_ELEMENTS // (keys.shape[0] * size * keys.shape[2])) * size
+        for slab in self._slabs():
+            need = slab.length + keys.shape[1] // size
+            if need > slab.data.shape[1]:
+                slab.reserve(need if slab.length == 0 else need + max(4, need // 64))
+        for start in range(0, keys.shape[1], step):
+            self._seal_chunk(keys[:, start : start + step], values[:, start : start + step])
+
+    def _seal_chunk(self, keys: Tensor, values: Tensor) -> None:
+        count = keys.shape[1] // self.fmt.block
+        pair = [t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (keys, values)]
+        if pair[0].stride(0) != pair[1].stride(0):
+            pair = [t.contiguous() for t in pair]
+        residuals = torch.empty(keys.shape, dtype=torch.float64)
+        addresses = self.addresses()
+        addresses[6:8] = (t.data_ptr() for t in pair)
+        unused = [0] * (len(ADDRESSES) - len(addresses) - 1)
+        turn = self.turn()._replace(original_pitch=pair[0].stride(0) * pair[0].element_size())
+        call = pack(self.shape, turn, NO_LIMITS, (*addresses, *unused, residuals.data_ptr()))
+        heads = self.shape.heads
+        cpu.run(cpu.compiled(cpu.seal_piece).address, call.ctypes.data, 0, heads * count, count)
+        for slab in self._slabs():
+            slab.length += count
+        if self.originals is not None:
+            self.residual_spectrum.add(residuals)
+        self.coded_elems += keys.numel() + values.numel()
+
+    def _slabs(self) -> tuple[Slab, ...]:
+        return (*self.blocks.values(), self.annotations, self.raw, self.raw_bounds, self.checks)
+
+    # -- what kernels are given -----------------------------------------------------------------------------
+
+    def turn(self) -> Turn:
+        """Return counts and pitches; a step fills in the rest."""
+        pitches = [slab.data.stride(0) for slab in self._slabs()]
+        original = 0
+        if self.originals is not None:
+            original = self.originals[0].data.stride(0) * self.tail.element_size()
+        return Turn(self.block_count, self.tail_tokens, *pitches, original, *(0,) * 11)
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the store, in the order of `ADDRESSES`; valid until the store changes."""
+        originals = self.originals or ()
+        assert self.centre is not None
+        self._spectra = torch.stack((self.value_spectrum.value, self.residual_spectrum.value))
+        held = [slab.data for slab in (*self._slabs(), *originals)]
+        held[6:] = held[6:] or [self.tail, self.tail]
+        return [t.data_ptr() for t in (*held, self.tail, self.centre, self._spectra)]
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def codes(self) -> Blocks:
+        """Return copies of all blocks under the names and shapes of the reference backend."""
+        return self._unpack(*(slab.rows for slab in self.blocks.values()))
+
+    def pick(self, heads: Tensor, blocks: Tensor) -> Blocks:
+        """Return chosen (KV head, block) pairs under the names and shapes of the reference backend."""
+        return self._unpack(*(slab.rows[heads, blocks] for slab in self.blocks.values()))
+
+    def _unpack(self, keys: Tensor, values: Tensor) -> Blocks:
+        s = self.shape
+        lead, size = keys.shape[:-1], self.fmt.block
+        codes, meta = keys.split((s.padded * s.dim, s.key_bytes - s.padded * s.dim), -1)
+        codes = codes.view(torch.int8).reshape(*lead, s.dim // 2, s.padded, 2).transpose(-3, -2).flatten(-2)
+        scale, offset = meta.contiguous().view(self.fmt.key_dtype).split(s.dim, -1)
+        blocks = {"key_codes": codes[..., :size, :], "key_scale": scale, "key_offset": offset}
+        words, meta = values.split((s.padded * s.dim // 2, s.value_bytes - s.padded * s.dim // 2), -1)
+        words = words.contiguous().view(torch.int32).reshape(*lead, s.padded // 8, 1, s.dim)
+        shifts = 4 * torch.arange(4)[:, None]
+        halves = [(words >> (shifts + 16 * i)) & 15 for i in range(2)]
+        nibbles = torch.cat([half.flatten(-3, -2) for half in halves], -2)[..., :size, :].to(torch.uint8)
+        blocks["value_codes"] = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+        if s.two_level:
+            floats, marks = meta.split((4 * s.padded, 2 * s.groups * s.padded), -1)
+            low, step = floats.contiguous().view(torch.float16).reshape(*lead, 2, s.padded).unbind(-2)
+            marks = marks.reshape(*lead, 2, s.groups, s.padded).movedim(-1, -3).transpose(-2, -1)
+            named = {"value_low": low, "value_step": step, "value_marks": marks}
+        else:
+            floats = meta.contiguous().view(torch.float16).reshape(*lead, 2, s.groups, s.padded)
+            scale, offset = floats.transpose(-2, -1).unbind(-3)
+            named = {"value_scale": scale, "value_offset": offset}
+        return blocks | {
+            name: rows[..., :size, :] if rows.ndim > len(lead) + 1 else rows[..., :size]
+            for name, rows in named.items()
+        }
+
+    def original_blocks(self, heads: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return original keys and values of chosen pairs, checked against their checksums."""
+        bad = (self._prints(heads, blocks) != self.checks.rows[heads, blocks])[:, 2:].any(1)
+        if bool(bad.any()):
+            first = int(bad.nonzero()[0])
+            raise corrupted(int(heads[first]), int(blocks[first]))
+        assert self.originals is not None
+        limit, size = self.block_count * self.fmt.block, self.fmt.block
+        keys, values = (
+            slab.data[:, :limit].unflatten(1, (-1, size))[heads, blocks] for slab in self.originals
+        )
+        return keys, values
+
+    def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
+        """Return which of the chosen pairs hold records or annotations that changed since sealing."""
+        return (self._prints(heads, blocks) != self.checks.rows[heads, blocks])[:, :2].any(1)
+
+    def _prints(self, heads: Tensor, blocks: Tensor) -> Tensor:
+        addresses = self.addresses()
+        call = pack(self.shape, self.turn(), NO_LIMITS, addresses + [0] * (len(ADDRESSES) - len(addresses)))
+        piece = cpu.compiled(cpu.print_piece).ctypes
+        pairs = zip(heads.tolist(), blocks.tolist(), strict=True)
+        return torch.tensor(
+            [[piece(call.ctypes.data, part, b, h) for part in range(4)] for h, b in pairs], dtype=torch.int64
+        ).reshape(-1, 4)
+
+    def bytes(self, scratch: int = 0) -> LayerBytes:
+        """Return the ledger of this layer; records are told apart into codes and metadata."""
+        held = super().bytes(scratch)
+        codes = self.blocks["keys"].data[..., 0].numel() * self.shape.padded * self.shape.dim * 3 // 2
+        return replace(held, metadata=held.metadata - codes)
+
+
+def shape_of(geometry: Geometry, fmt: TierFormat) -> Shape:
+    """Return the sizes the kernels need."""
+    dim, padded = geometry.head_dim, -(-fmt.block // TILE) * TILE
+    group, groups = geometry.group, dim // fmt.group
+    rows = group if group <= 2 else -(-group // TEAM) * TEAM
+    narrow, two_level = fmt.key_meta == "float16", fmt.value_meta == "two-level"
+    value_meta = 4 * padded + 2 * groups * padded if two_level else 4 * groups * padded
+    return Shape(
+        heads=geometry.kv_heads,
+        group=group,
+        rows=rows,
+        dim=dim,
+        block=fmt.block,
+        padded=padded,
+        groups=groups,
+        key_bytes=padded * dim + 2 * dim * (2 if narrow else 4),
+        value_bytes=padded * dim // 2 + value_meta,
+        narrow_keys=int(narrow),
+        two_level=int(two_level),
+        kind=KINDS[geometry.dtype],
+        fold_steps=min(32766, 2**31 // (128 * dim) - 1),
+    )
+
+
+def make_store(
+    geometry: Geometry, fmt: TierFormat, backend: cpu.Cpu, *, originals: bool = True
+) -> TieredStore:
+    """Return the store whose layout `backend` reads."""
+    kind = PackedStore if backend.name == "cpu" else TieredStore
+    return kind(geometry, fmt, backend, originals=originals)

@@ -1,0 +1,226 @@
+"""One certified step as one parallel kernel call.
+
+Only exact heads and whole layers go through float64 or torch.
+"""
+
+import threading
+from math import gcd
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from rcq_cli.cache.packed import PackedStore
+from rcq_cli.certify.exact import as_groups, exact_attention, store
+from rcq_cli.certify.ladder import Budget
+from rcq_cli.kernels import _cpu_state as state
+from rcq_cli.kernels import cpu
+from rcq_cli.kernels._cpu_integer import TEAM
+from rcq_cli.kernels._cpu_state import Limits
+from rcq_cli.kernels._cpu_vector import LANES
+from rcq_cli.kernels._format import TierFormat
+from rcq_cli.phases import heard, phase, phased
+from rcq_cli.protocols import Certificate, Step
+
+_local = threading.local()
+
+
+class FusedStep:
+    """One step on a packed store; promises what `CertifiedStep` promises."""
+
+    def __init__(self, cache: PackedStore, query: Tensor, budget: Budget, explore: float, count: int) -> None:
+        self.cache, self.query, self.budget = cache, query.contiguous(), budget
+        self.explore, self.count = explore, count
+        self.scratch_bytes = 0
+
+    def run(self) -> Step:
+        """Run the kernels, then the last rungs for heads that need them."""
+        cache = self.cache
+        output, fields, scratch = run_kernel(cache, self.query, self.budget, self.explore, self.count)
+        self.scratch_bytes = scratch.nbytes
+        if scratch.faults[:, 0].any():
+            return self._faulty(scratch.faults, fields)
+        exact = torch.from_numpy(fields[state.EXACT] != 0)
+        if bool(exact.any()):
+            self._exact_heads(output, fields, exact)
+        return Step(output, self._certificate(fields, exact))
+
+    @phased("fallback")
+    def _exact_heads(self, output: Tensor, fields: np.ndarray, exact: Tensor) -> None:
+        """Rung 3: replace `exact` heads by float64 attention on the originals, KV head by KV head."""
+        assert self.cache.originals is not None
+        keys, values = (slab.rows for slab in self.cache.originals)
+        group, heads = self.cache.shape.group, exact.unflatten(0, (-1, self.cache.shape.group))
+        for h in heads.any(1).nonzero()[:, 0].tolist():
+            mine = (h * group + heads[h].nonzero()[:, 0]).numpy()
+            part = slice(h, h + 1)
+            queries = self.query[mine].double()[None]
+            truth = exact_attention(queries, keys[part], values[part], self.cache.geometry.scale)
+            stored, error = store(truth.output[0], self.cache.dtype)
+            output[mine] = stored
+            fields[state.PAGED, h * group] = keys[0].nbytes + values[0].nbytes
+            fields[: state.ROUNDING_BOUND, mine] = 0
+            fields[state.ROUNDING_BOUND, mine] = (truth.bound[0] + error).numpy()
+            fields[state.NORM, mine] = stored.double().norm(dim=-1).numpy()
+            fields[state.RUNG, mine] = 3
+            self.scratch_bytes += 6 * keys[0].numel() * 8
+
+    @phased("fallback")
+    def _faulty(self, faults: np.ndarray, fields: np.ndarray) -> Step:
+        """Rung 4.
+
+        Quarantine what is damaged and run the whole layer through the dense call on the originals.
+        """
+        cache = self.cache
+        heads = torch.from_numpy(faults[:, 0].nonzero()[0])
+        blocks = torch.from_numpy(faults[:, 1].copy())[heads]
+        cache.original_blocks(heads, blocks)  # raises when the originals are what is damaged
+        cache.quarantine(heads, blocks)
+        assert cache.originals is not None
+        keys, values = (slab.rows for slab in cache.originals)
+        scale = cache.geometry.scale
+        output = cache.backend.dense(self.query, keys, values, scale)
+        truth = exact_attention(as_groups(self.query, cache.shape.heads), keys, values, scale)
+        stored = store(truth.output, cache.dtype)[0].flatten(0, 1)
+        # the library may overflow where float64 does not
+        output = torch.where(torch.isfinite(output).all(-1, keepdim=True), output, stored)
+        error = (truth.output.flatten(0, 1) - output.double()).norm(dim=-1) * (1 + 2.0**-40)
+        fields[: state.ROUNDING_BOUND] = 0
+        fields[state.ROUNDING_BOUND] = (error + truth.bound.flatten()).numpy()
+        fields[state.NORM] = output.double().norm(dim=-1).numpy()
+        fields[state.RUNG], fields[state.PAGED] = 4, 0
+        fields[state.PAGED, 0] = keys.nbytes + values.nbytes
+        self.scratch_bytes += 6 * keys.numel() * 8
+        return Step(output, self._certificate(fields, torch.ones(len(output), dtype=torch.bool)))
+
+    def _certificate(self, fields: np.ndarray, exact: Tensor) -> Certificate:
+        f = torch.from_numpy(fields)
+        blocks = self.cache.block_count
+        used = f[[state.KEYS_USED, state.VALUES_USED, state.SKIPPED]].to(torch.int32)
+        if bool(exact.any()):
+            used[:2, exact], used[2, exact] = blocks, 0
+        key, value, dropped, rounding = f[: state.ROUNDING_BOUND + 1].unbind(0)
+        return Certificate(
+            key_bound=key,
+            value_bound=value,
+            dropped_bound=dropped,
+            rounding_bound=rounding,
+            total_bound=key + value + dropped + rounding,
+            output_norm=f[state.NORM],
+            exact=exact,
+            rung=f[state.RUNG].to(torch.int8),
+            promoted_key_blocks=used[0],
+            promoted_value_blocks=used[1],
+            skipped_value_blocks=used[2],
+            blocks=blocks,
+            paged_bytes=int(fields[state.PAGED].sum()),
+        )
+
+
+def unfused(fmt: TierFormat, budget: Budget) -> str | None:
+    """Return why a step goes through the float64 ladder on the packed store instead of the kernels.
+
+    Or None.
+    """
+    if budget.denominator == "layer":
+        return "the layer's output is known only after all heads"
+    if budget.first_share > 0:
+        return "tau asks for promotion before the first look"
+    return cpu.BACKEND.unfused(fmt)
+
+
+class NaiveStep(NamedTuple):
+    """What an unchecked step returns."""
+
+    output: Tensor | None
+    """`[Hq, D]`; None where float32 overflowed."""
+    scratch_bytes: int
+
+
+def naive_step(cache: PackedStore, query: Tensor) -> NaiveStep:
+    """Return attention on what the codes stand for."""
+    output, fields, scratch = run_kernel(cache, query.contiguous(), None, 0.0, 0)
+    return NaiveStep(None if fields[state.EXACT].any() else output, scratch.nbytes)
+
+
+def run_kernel(
+    cache: PackedStore, query: Tensor, budget: Budget | None, explore: float, count: int
+) -> tuple[Tensor, np.ndarray, "Scratch"]:
+    """Run one step; return output `[Hq, D]`, fields `[FIELDS, Hq]` and the scratch. No budget: mode naive."""
+    shape = cache.shape
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    ranges = 1
+    if shape.heads % threads and cache.block_count >= 8 * threads:
+        ranges = threads // gcd(shape.heads, threads)
+    # phases are timed one by one; without a clock a thread runs all of them for its heads and never waits
+    apart = ranges > 1 or heard()
+    pieces = shape.heads if apart else min(threads, shape.heads)
+    scratch = _scratch(shape, pieces, pieces * ranges, cache.block_count)
+    turn = cache.turn()._replace(count=count, threads=pieces, ranges=ranges, **scratch.rows)
+    limits = Limits(cache.geometry.scale, 0.0, 0.0, 0.0)
+    if budget is not None:
+        turn = turn._replace(certify=1, skip=int(budget.skip), rounds=budget.rounds)
+        limits = Limits(cache.geometry.scale, budget.eps, float(budget.denominator == "abs"), explore)
+    output, fields = torch.empty_like(query), np.zeros((state.FIELDS, len(query)))
+    answer = (query.data_ptr(), output.data_ptr(), fields.ctypes.data)
+    call = state.pack(shape, turn, limits, (*cache.addresses(), *answer, *scratch.addresses, 0))
+    numba.set_num_threads(threads)
+    piece, address = cpu.compiled(cpu.step_piece).address, call.ctypes.data
+    if not apart:
+        cpu.run(piece, address, cpu.WHOLE, pieces, 0)
+        return output, fields, scratch
+    with phase("score"):
+        cpu.run(piece, address, cpu.PREPARE, pieces, 0)
+        cpu.run(piece, address, cpu.SCORE, pieces * ranges, 0)
+    for number in range(turn.rounds + 1):
+        with phase("select"):
+            cpu.run(piece, address, cpu.PLAN, pieces, number)
+        with phase("attend"):
+            cpu.run(piece, address, cpu.SUM, pieces * ranges, number)
+        with phase("bound"):
+            if not cpu.run(piece, address, cpu.JUDGE, pieces, number):
+                break
+    return output, fields, scratch
+
+
+class Scratch:
+    """Arrays of one step, kept from step to step; `blocks` says for how many blocks they are large enough."""
+
+    def __init__(self, shape: state.Shape, slots: int, items: int, blocks: int) -> None:
+        rows, dim, padded, groups, team = shape.rows, shape.dim, shape.padded, shape.groups, TEAM
+        heads, lanes, self.blocks = shape.heads * rows, LANES, blocks
+        # an odd number of cache lines: rows that are written together must not share their sets
+        width = state.used_width(blocks) + 16
+        width += 16 if width // 16 % 2 == 0 else 0
+        floats = max(4 * dim + 4 * team, (team + dim) * padded) + 64
+        ints = max(team * (dim // 2 + padded), groups * team * padded // 2 + team * dim) + 64
+        gather = rows * (dim + groups * lanes + lanes)
+        weights = (blocks + 1) * rows * padded + 64
+        self.rows = {
+            "width": width, "weight_row": weights, "float_row": floats, "int_row": ints, "gather_row": gather,
+        }  # fmt: skip
+        f, d, u, i = np.float32, np.float64, np.uint8, np.int64
+        sizes: tuple[tuple[int, Any], ...] = (
+            (heads * dim, f), (2 * heads, d), (heads, u), (heads, u), (heads * state.PLANS, d),
+            (heads * dim, d), (2 * shape.heads, i), (slots * weights, f),
+            (slots * rows * state.STATS * width, f), (slots * state.NOTES * width, f),
+            (slots * rows * width, u), (slots * state.MARKS * width, u),
+            (slots * 3 * (state.BUCKETS + 1), d), (items * floats, f), (items * ints, np.int32),
+            (items * (2 * rows * padded + 64), f), (items * gather, f), (items * rows * dim, d),
+            (items * 2 * team, i), (items * team, f),
+        )  # fmt: skip
+        self.arrays = [np.zeros(count, dtype) for count, dtype in sizes]
+        self.addresses = [array.ctypes.data for array in self.arrays]
+        self.faults = self.arrays[6].reshape(-1, 2)
+        self.nbytes = sum(array.nbytes for array in self.arrays)
+
+
+def _scratch(shape: state.Shape, slots: int, items: int, blocks: int) -> Scratch:
+    """Return scratch of this thread that is large enough."""
+    kept: dict[Any, Scratch] = _local.__dict__.setdefault("scratch", {})
+    key = (shape, slots, items)
+    if key not in kept or kept[key].blocks < blocks:
+        kept[key] = Scratch(shape, slots, items, blocks + blocks // 8 + 16)
+    return kept[key]

@@ -1,0 +1,253 @@
+"""Backend `cpu` against float64 attention, the reference store and its own promises."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from rcq_cli import LayerCache
+from rcq_cli.api import MODES
+from rcq_cli.backends import choose_backend
+from rcq_cli.errors import BrokenRun
+from rcq_cli.protocols import Geometry
+
+SCALE = {64: 0.125, 128: 128**-0.5, 80: 80**-0.5, 16: 0.25}
+
+
+def truth(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    groups = query.double().unflatten(0, (keys.shape[0], -1))
+    weights = torch.softmax(groups @ keys.double().transpose(1, 2) * scale, -1)
+    return (weights @ values.double()).flatten(0, 1)
+
+
+def data(kind: str, heads: int, tokens: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(heads, tokens, dim, generator=gen) for _ in "kv")
+    if kind == "outlier":
+        k[..., 0], v[..., 3] = 100 * k[..., 0], 50 * v[..., 3]
+    elif kind == "tiny":
+        k, v = 1e-6 * k, 1e-6 * v
+    elif kind == "huge":
+        k = 1500 * k
+    elif kind == "constant":
+        k, v = torch.full_like(k, 1.5), torch.full_like(v, -2)
+    elif kind == "zero":
+        k, v = 0 * k, 0 * v
+    elif kind == "lognormal":
+        k, v = k.exp(), (2 * v).exp()
+    elif kind == "offset":
+        k, v = k + 12, v + 40
+    elif kind == "ties":
+        k = k[:, :1] + 1e-3 * k
+    elif kind == "late":
+        v[:, -3:] *= 1000
+    elif kind == "topics":
+        topics = torch.randn(heads, 8, dim, generator=gen)
+        k = topics[:, torch.arange(tokens) // 40 % 8] + 0.4 * k
+        v = 0.5 * v + 0.3
+    return k, v
+
+
+def check(cache: LayerCache, k: Tensor, v: Tensor, queries: int, spread: float, seed: int) -> Tensor:
+    """Run steps and compare each with float64; return the rungs used."""
+    gen, eps, rungs = torch.Generator().manual_seed(seed + 1), cache._state.options.eps, []
+    g = cache.geometry
+    for _ in range(queries):
+        query = (spread * torch.randn(g.query_heads, g.head_dim, generator=gen)).to(k.dtype)
+        step = cache.attend(query)
+        bound = step.certificate.total_bound
+        error = (step.output.double() - truth(query, k, v, g.scale)).norm(dim=-1)
+        norm = step.output.double().norm(dim=-1)
+        assert bool(torch.isfinite(bound).all())
+        assert bool((error <= bound).all()), (error / bound).max()
+        met = step.certificate.exact | (bound * (1 + eps) <= eps * norm * (1 + 1e-12))
+        assert bool(met.all())
+        rungs.append(step.certificate.rung)
+    return torch.cat(rungs)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "outlier", "tiny", "huge", "constant", "zero", "lognormal", "offset", "ties", "late", "topics"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_error_stays_within_its_bound(kind: str, dtype: torch.dtype) -> None:
+    heads, group, dim = {torch.float32: (2, 3, 64), torch.bfloat16: (2, 4, 128), torch.float16: (1, 1, 80)}[
+        dtype
+    ]
+    k, v = (t.to(dtype) for t in data(kind, heads, 700, dim, seed=7))
+    if not bool(torch.isfinite(k).all() and torch.isfinite(v).all()):
+        pytest.skip("does not fit the dtype")
+    cache = LayerCache(
+        "certified", query_heads=heads * group, kv_heads=heads, head_dim=dim, dtype=dtype, backend="cpu"
+    )
+    cache.prefill(k[:, :690], v[:, :690])
+    for t in range(690, 700):
+        cache.append(k[:, t], v[:, t])
+    for spread in (0.2, 1.0, 6.0):
+        check(cache, k, v, 2, spread, seed=3)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 32, 240, 255, 256, 257, 272, 273])
+def test_block_edges_and_short_contexts(tokens: int) -> None:
+    k, v = data("topics", 2, tokens, 16, seed=tokens)
+    cache = LayerCache("certified", query_heads=4, kv_heads=2, head_dim=16, backend="cpu", block=16)
+    cache.prefill(k, v)
+    check(cache, k, v, 3, 2.0, seed=tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block": 16, "key_meta": "float32"},
+        {"block": 64, "group": 32, "value_meta": "float16"},
+        {"block": 20, "group": 64},
+        {"block": 3},
+        {"group": 8},
+        {"denominator": "abs", "eps": 0.1},
+        {"denominator": "layer"},
+        {"tau": 0.9},
+        {"skip": False, "rounds": 0},
+        {"eps": 0.001},
+    ],
+    ids=str,
+)
+def test_every_option_keeps_the_promise(options: dict) -> None:
+    k, v = (t.bfloat16() for t in data("topics", 2, 600, 64, seed=5))
+    cache = LayerCache(
+        "certified", query_heads=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16, backend="cpu", **options
+    )
+    cache.prefill(k, v)
+    if options.get("denominator", "out") == "out":
+        check(cache, k, v, 3, 1.0, seed=5)
+        return
+    query = torch.ones(8, 64, dtype=torch.bfloat16)
+    step = cache.attend(query)
+    error = (step.output.double() - truth(query, k, v, 0.125)).norm(dim=-1)
+    assert bool((error <= step.certificate.total_bound).all())
+
+
+def test_codes_are_those_of_the_reference_store() -> None:
+    k, v = data("plain", 2, 320, 64, seed=1)
+    stores = []
+    for backend in ("cpu", "reference"):
+        cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=64, backend=backend)
+        cache.prefill(k, v)
+        stores.append(cache._state.cache)
+    ours, theirs = (store.codes() for store in stores)
+    assert set(ours) == set(theirs)
+    for name, rows in theirs.items():
+        assert torch.equal(ours[name], rows), name
+    for mine, wanted in zip(stores[0].bounds(), stores[1].bounds(), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_naive_is_attention_on_what_the_codes_stand_for() -> None:
+    k, v = data("topics", 2, 290, 64, seed=2)
+    outputs = []
+    query = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
+    for backend in ("cpu", "reference"):
+        cache = LayerCache("naive", query_heads=6, kv_heads=2, head_dim=64, backend=backend)
+        cache.prefill(k, v)
+        outputs.append(cache.attend(query).output)
+    assert torch.allclose(*outputs, atol=2e-4)
+    assert not torch.allclose(outputs[0].double(), truth(query, k, v, 0.125), atol=1e-3)
+
+
+def test_one_kv_head_is_split_over_the_threads() -> None:
+    k, v = data("topics", 1, 2100, 64, seed=4)
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            cache = LayerCache(
+                "certified", query_heads=8, kv_heads=1, head_dim=64, backend="cpu", explore=0.0
+            )
+            cache.prefill(k, v)
+            check(cache, k, v, 3, 1.5, seed=4)
+            outputs.append(cache.attend(torch.ones(8, 64)).output)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fork_and_its_origin_go_separate_ways() -> None:
+    k, v = data("topics", 2, 500, 64, seed=6)
+    cache = LayerCache("certified", query_heads=4, kv_heads=2, head_dim=64, backend="cpu")
+    cache.prefill(k[:, :400], v[:, :400])
+    twin = cache._state.fork()
+    cache.prefill(-k[:, 400:], v[:, 400:])
+    twin.prefill(k[:, 400:], v[:, 400:])
+    query = torch.ones(4, 64)
+    mine, other = cache.attend(query), twin.attend(query)
+    for step, keys in ((mine, torch.cat((k[:, :400], -k[:, 400:]), 1)), (other, k)):
+        error = (step.output.double() - truth(query, keys, v, 0.125)).norm(dim=-1)
+        assert bool((error <= step.certificate.total_bound).all())
+
+
+@pytest.mark.parametrize("record", ["keys", "values"])
+def test_a_damaged_block_sends_the_layer_through_dense_attention(record: str) -> None:
+    k, v = data("topics", 2, 320, 64, seed=8)
+    cache = LayerCache("certified", query_heads=4, kv_heads=2, head_dim=64, backend="cpu", eps=1e-4)
+    cache.prefill(k, v)
+    cache._state.cache.blocks[record].data[1, 4, 100] ^= 16
+    query = torch.randn(4, 64, generator=torch.Generator().manual_seed(8))
+    step = cache.attend(query)
+    assert step.certificate.rung.tolist() == [4] * 4
+    assert bool(step.certificate.exact.all())
+    dense = LayerCache("dense", query_heads=4, kv_heads=2, head_dim=64, backend="cpu")
+    dense.prefill(k, v)
+    assert torch.equal(step.output, dense.attend(query).output)
+    assert cache._state.cache.raw.rows[1].tolist() == [False] * 4 + [True] + [False] * 5
+    assert bool((cache.attend(query).certificate.rung < 4).all())
+
+
+def test_damaged_originals_stop_the_run() -> None:
+    k, v = data("topics", 1, 320, 64, seed=9)
+    cache = LayerCache("certified", query_heads=1, kv_heads=1, head_dim=64, backend="cpu")
+    cache.prefill(k, v)
+    cache._state.cache.originals[0].data[0, 0, 0] += 1
+    with pytest.raises(BrokenRun, match="block 0"):
+        cache.attend(torch.ones(1, 64))
+
+
+@pytest.mark.parametrize(("dim", "most"), [(128, 0.45), (64, 0.48)])
+def test_tier_one_is_small(dim: int, most: float) -> None:
+    k, v = (t.bfloat16() for t in data("plain", 1, 32768, dim, seed=0))
+    cache = LayerCache(
+        "certified", query_heads=1, kv_heads=1, head_dim=dim, dtype=torch.bfloat16, backend="cpu"
+    )
+    cache.prefill(k, v)
+    held = cache.bytes()
+    # the bytes of theory 1.4, 12 + 1 bytes of notes and flag a block, and the open tail
+    blocks = 1024
+    record = dim + 4 * dim // 32 + dim // 2 + 4 + 2 * dim // 16
+    tail, centre, spectra = 2 * 32 * dim * 2, 4 * dim, 16
+    assert held["device"] == blocks * (32 * record + 13) + tail + centre + spectra
+    assert held["device"] <= most * held["dense_equivalent"]
+
+
+def test_auto_picks_this_backend_and_reasons_are_stated() -> None:
+    geometry = Geometry(4, 2, 64, "float32", "cpu", 0.125)
+    assert choose_backend("auto", geometry).name == "cpu"
+    backend = choose_backend("cpu", geometry)
+    assert "multiple of 16" in backend.unsupported(Geometry(4, 2, 24, "float32", "cpu", 0.2))
+    options = MODES.load("certified").Options(group=8)
+    assert "multiple of 16" in backend.unfused(options.format())
+
+
+def test_import_compiles_nothing_and_an_unwritable_cache_does_no_harm(tmp_path: object) -> None:
+    code = (
+        "from rcq_cli.kernels import cpu, _cpu_vector as v\n"
+        "print(cpu.compiled.cache_info().currsize, v._folder())"
+    )
+    for folder, expected in ((str(tmp_path), "0 " + str(tmp_path)), ("/proc/none", "0 None")):
+        env = os.environ | {"NUMBA_CACHE_DIR": folder}
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.startswith(expected)
