@@ -117,7 +117,9 @@ class RecasLayer:
         """Fix the budget and evict by the last rows of the prompt; without them wait for the first query."""
         self.ended = True
         self.controller.budget = self.options.budget(self.tokens, token_bytes(self.geometry, 4))
-        self.transitions = self.stages.transitions if self.stages else 0
+        if self.stages is not None:
+            self.stages.close()
+            self.transitions = self.stages.transitions
         self.waiting = seen is None and self.tokens > 0
         if seen is not None and seen.queries.shape[1]:
             self._judge(seen)

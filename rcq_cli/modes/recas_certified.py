@@ -100,7 +100,9 @@ class RecasCertifiedLayer:
         geometry = self.cache.geometry
         element = 2 * geometry.head_dim * geometry.kv_heads
         self.kept_tokens = self.options.budget(self.tokens, element)
-        self.transitions = self.stages.transitions if self.stages else 0
+        if self.stages is not None:
+            self.stages.close()
+            self.transitions = self.stages.transitions
         self.waiting = seen is None and self.tokens > 0
         if seen is not None and seen.queries.shape[1]:
             self._judge(seen)

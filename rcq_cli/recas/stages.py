@@ -67,13 +67,26 @@ class StageTracker:
         for token in ids:
             text = self._text(token)
             if self._opens_stage(text):
-                self._close_stage()
+                self.close()
             self._ids.append(token)
             if len(self._unit_of) == self._unit_start:
                 self._stage_of_unit.append(self.transitions)
                 self._counts.append(0)
             self._unit_of.append(len(self._stage_of_unit) - 1)
             self._follow(text)
+
+    def close(self) -> None:
+        """End the present stage, if it holds a token: count a revisit for every unit it came back to.
+
+        The end of a prompt is such an end too: what its last lines ask for must count before the first
+        eviction.
+        """
+        if self.tokens == self._stage_start:
+            return
+        for unit in self._revisited():
+            self._counts[unit] += 1
+        self.transitions += 1
+        self._stage_start = self._unit_start = self.tokens
 
     def links(self) -> Floats:
         """Return how many stages came back to each token's unit, `[n]`."""
@@ -128,13 +141,6 @@ class StageTracker:
             self._unit_start = self.tokens
 
     # -- links ----------------------------------------------------------------------------------------------
-
-    def _close_stage(self) -> None:
-        """Count a revisit for every unit that the stage ending here came back to."""
-        for unit in self._revisited():
-            self._counts[unit] += 1
-        self.transitions += 1
-        self._stage_start = self._unit_start = self.tokens
 
     def _revisited(self) -> Ints:
         words, index = np.unique(np.asarray(self._ids, dtype=np.int64), return_inverse=True)

@@ -131,3 +131,12 @@ def test_credit_links_a_unit_once():
     stages.credit(np.array([1, 1]))
     stages.credit(np.array([0]))
     assert stages.links().tolist() == [1, 1, 1, 0, 0]
+
+
+def test_closing_counts_the_stage_once_however_often_it_is_asked():
+    stages = tracker()
+    stages.read([20, 21, 1, 22, 23, 1, 20, 21, 1])
+    stages.close()
+    stages.close()
+    assert stages.transitions == 1
+    assert stages.links().tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1]
