@@ -35,6 +35,8 @@ WEIGHT_STEPS = 32000.0
 """Steps of a 16-bit value weight, relative to the largest value scale of its block."""
 RUN = 16
 """Coded blocks that share one float32 accumulator before it is added in float64."""
+WIDEST = 20.0
+"""Score errors beyond this give the trivial bound only; such blocks are promoted first, never skipped."""
 SHORT_RUN = 512 * LANES
 """Blocks summed in float32, 512 a lane."""
 
@@ -43,7 +45,7 @@ SHORT_RUN = 512 * LANES
 def growth(d: Any) -> tuple[Any, Any]:
     """Return an upper bound of expm1(d) and a lower bound of exp(-d) for d >= 0.
 
-    The first is 1e30 beyond 20.
+    The first is 1e30 beyond WIDEST.
     """
     one, half = splat(np.float32(1)), splat(np.float32(0.5))
     small = fma(d, splat(np.float32(1.1 / 6)), one)
@@ -56,7 +58,7 @@ def growth(d: Any) -> tuple[Any, Any]:
     third = fma(d, splat(np.float32(-1 / 6)), half)
     gentle = fma(d, sub(mul(d, third), one), one)
     up = pick_less(d, half, small, large)
-    up = pick_less(d, splat(np.float32(20)), up, splat(np.float32(1e30)))
+    up = pick_less(d, splat(np.float32(WIDEST)), up, splat(np.float32(1e30)))
     return up, pick_less(d, half, gentle, mul(shrunk, splat(np.float32(0.9999))))
 
 
@@ -147,6 +149,7 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
     lost = max(tokens * 1.7e-38 / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
     one, half, zero = splat(np.float32(1)), splat(np.float32(0.5)), splat(np.float32(0))
+    limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(1e6))
     fixed, active, skipped, low, kept = 0.0, 0.0, 0.0, 0.0, 0.0
     moved, lifted, flushed, widest = 0.0, 0.0, 0.0, zero
     for start in range(0, width, SHORT_RUN):
@@ -157,9 +160,9 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
             up, down = growth(delta)
             lift = add(up, one)
             grown, loss = pick_less(keep, half, lift, up), mul(lost_, lift)
-            shift = fma(share, grown, loss)
+            shift = pick_less(delta, limit, fma(share, grown, loss), hopeless)
             cost = mul(shift, add(load(slot.radius, b), away_))
-            reach = mul(mul(load(line.factor, b), inverse), grown)
+            reach = pick_less(delta, limit, mul(mul(load(line.factor, b), inverse), grown), hopeless)
             store(line.cost, b, mul(cost, coded))
             store(line.move, b, mul(shift, coded))
             store(line.energy, b, mul(mul(mul(reach, reach), load(line.square, b)), coded))
@@ -180,9 +183,12 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
 def skip_terms(line: Line, slot: Slot, width: int, away: float) -> None:
     """Write share * exp(delta) * (rv + h), what each block costs when its values are not read."""
     away_, one, zero = splat(np.float32(away)), splat(np.float32(1)), splat(np.float32(0))
+    limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(1e6))
     for b in range(0, width, LANES):
-        up, _ = growth(load(line.delta, b))
-        store(line.cost, b, mul(mul(load(line.share, b), add(up, one)), add(load(slot.radius, b), away_)))
+        delta = load(line.delta, b)
+        up, _ = growth(delta)
+        weight = pick_less(delta, limit, mul(load(line.share, b), add(up, one)), hopeless)
+        store(line.cost, b, mul(weight, add(load(slot.radius, b), away_)))
         store(line.move, b, zero)
         store(line.energy, b, zero)
 
@@ -284,10 +290,11 @@ def joint_bound(sums: KeySums, table: Any, spectrum: float, away: float, radius:
     variation = min(sums.moved, np.tanh(sums.widest / 2)) + sums.flushed / sums.low
     if sums.lifted > 0:
         variation += sums.lifted / (sums.lifted + sums.kept)
-    variation = min(1.0, variation * MARGIN) if variation >= 0 else 1.0
+    known = sums.widest < WIDEST and variation >= 0
+    variation = min(1.0, variation * MARGIN) if known else 1.0
     bound = 2 * radius * variation * MARGIN
     split = (best_split(table, spectrum, away) + sums.fixed * MARGIN) / sums.low
-    if sums.widest <= 20 and split < bound:
+    if known and split < bound:
         bound = split
     whole = sums.active + sums.skipped
     dropped = bound * min(1.0, sums.skipped / whole) if whole > 0 and sums.skipped > 0 else 0.0

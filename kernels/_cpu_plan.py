@@ -106,10 +106,7 @@ def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot
 
 @plain
 def settle(tiers: Store, row: int, dim: int, weight: float, missing: float, centre: Any, sums: Any) -> None:
-    """Write sums / weight + missing * c0 as the output of `row`.
-
-    And plan with its norm and distance from c0.
-    """
+    """Write sums / weight + missing * c0 as the output of `row`, its norm and distance to its plan."""
     norm, away = 0.0, 0.0
     for c in range(dim):
         y = sums[c] / weight + missing * centre[c]
@@ -177,7 +174,7 @@ def choose_values(
     plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
     spectrum, tokens = tiers.spectra[shape.heads + h], turn.blocks * shape.block + turn.tail
     plan[PLAN_LEFT] = plan[PLAN_LIMIT] - rounding_bound(shape, sums, plan[PLAN_NORM], weight, tokens)
-    if best_split(slot.table, spectrum, 0.0) <= VALUE_PART * plan[PLAN_LEFT]:
+    if not turn.rounds or best_split(slot.table, spectrum, 0.0) <= VALUE_PART * plan[PLAN_LEFT]:
         return
     cut, spare = blocks_to_drop(slot.table, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
     for b in range(turn.blocks):
@@ -195,10 +192,7 @@ def choose_values(
 
 @plain
 def skip_blocks(line: Line, slot: Slot, blocks: int, allowance: float) -> float:
-    """Skip the blocks that together cost at most `allowance` when their values are not read.
-
-    Return what they cost.
-    """
+    """Skip the values of blocks that together cost at most `allowance`; return what they cost."""
     table, cut = slot.table, BUCKETS
     for j in range(BUCKETS - 1, -1, -1):
         if not table[3 * BUCKETS] - table[3 * j] <= allowance:
@@ -212,10 +206,7 @@ def skip_blocks(line: Line, slot: Slot, blocks: int, allowance: float) -> float:
 
 @plain
 def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int) -> None:
-    """Skip what costs little and decide which keys row `r` needs from the originals.
-
-    With what the values leave.
-    """
+    """Skip what costs little, and decide which keys row `r` needs within what values leave."""
     row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan, spectrum = ahead(tiers.plans, row * PLANS), tiers.spectra[h]
     weight, away = kept_weight(line, width), plan[PLAN_AWAY]
@@ -235,7 +226,7 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     # where values leave nothing, promoting every key would not help: this round fails, the next one knows
     # the output
     target = max(left, KEY_FLOOR * plan[PLAN_LIMIT]) * sums.low - sums.fixed
-    if best_split(slot.table, spectrum, away) <= target:
+    if not turn.rounds or best_split(slot.table, spectrum, away) <= target:
         return
     cut, spare = blocks_to_drop(slot.table, spectrum, away, target), 1.0
     for b in range(turn.blocks):
@@ -273,10 +264,7 @@ def centre_norm(shape: Shape, tiers: Store, h: int) -> float:
 def choose(
     shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int, number: int
 ) -> None:
-    """Plan round `number` of KV head `h`: values to promote, values to skip, keys to promote.
-
-    Promote them.
-    """
+    """Plan round `number` of KV head `h`, what to skip and what to promote, and promote it."""
     width = used_width(turn.blocks)
     for r in range(shape.group):
         row = h * shape.rows + r

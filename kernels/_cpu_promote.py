@@ -42,10 +42,7 @@ def note_print(notes: Any, at: int) -> int:
 
 @plain
 def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int) -> int:
-    """Return the fingerprint of block `b`: 0 key record, 1 value record (both with notes).
-
-    2 and 3 originals.
-    """
+    """Return a fingerprint of block `b`: 0 key record, 1 value record (both with notes), 2, 3 originals."""
     if part == 0:
         at, notes = (
             h * turn.key_pitch + b * shape.key_bytes,
@@ -116,10 +113,7 @@ def exact_delta(tiers: Store, slot: Slot, row: int, b: int) -> float:
 
 @plain
 def promote_keys(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int) -> None:
-    """Replace the scores of block `b` by exact ones in every row still to do.
-
-    After checking codes and originals.
-    """
+    """Check codes and originals of block `b`, and replace its scores by exact ones in every row to do."""
     if not (sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0)):
         return
     padded, pads, weights = shape.padded, item.pads, slot.weights

@@ -288,7 +288,6 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     tiers.raw[h * turn.raw_pitch + b] = raw
     bounds, checks = h * turn.raw_bound_pitch + 2 * b, h * turn.check_pitch + 4 * b
     tiers.raw_bounds[bounds], tiers.raw_bounds[bounds + 1] = norm * MARGIN, radius * MARGIN
-    for part in range(2):
-        tiers.checks[checks + part] = block_print(shape, turn, tiers, h, b, part)
-    for part in range(2, 4):
-        tiers.checks[checks + part] = block_print(shape, turn, tiers, h, j, part)
+    for part in range(4 if turn.check_pitch else 0):  # mode naive checks nothing
+        place = b if part < 2 else j
+        tiers.checks[checks + part] = block_print(shape, turn, tiers, h, place, part)

@@ -71,6 +71,7 @@ class Turn(NamedTuple):
     """0: no promotion, skipping or bounds (mode naive)."""
     skip: int
     rounds: int
+    """Rounds of promotion; 0: none."""
     width: int
     """Length of a row of per-block scratch."""
     weight_row: int

@@ -49,11 +49,7 @@ def _folder() -> Path | None:
 
 
 def _kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator that compiles once and reads the result from disk afterwards where that is possible.
-
-    Return a decorator that compiles once and reads the result from disk afterwards where that is
-    possible.
-    """
+    """Return a decorator that compiles once and reads the result from disk later where that is possible."""
 
     def decorate(function: Any) -> Any:
         folder, before = _folder(), config.CACHE_DIR
@@ -81,7 +77,7 @@ def callback(function: Any) -> Any:
 def _inner(fast: set[str]) -> Callable[[Any], Any]:
     """Return the decorator of a function that only kernels call.
 
-    Compiled once whether or not arguments are literal.
+    Numba would compile it again for every literal argument.
     """
 
     def decorate(function: Any) -> Any:
@@ -157,10 +153,7 @@ def _reader(stored: ir.Type, widen: Callable[..., Any]) -> Any:
 
 
 def _writer(stored: ir.Type, narrow: Callable[..., Any]) -> Any:
-    """Return `write(pointer, index, floats)`: LANES numbers of type `stored`.
-
-    `index` counted in that type.
-    """
+    """Return `write(pointer, index, floats)`: LANES numbers of type `stored`, which `index` counts."""
 
     def write(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
 
@@ -207,9 +200,9 @@ def _widen_bfloat(builder: Any, x: Any) -> Any:
 
 
 def _exponential(builder: Any, x: Any) -> Any:
-    """Return exp(x) for x <= 0, 0 below -FLUSH: 2^n times a polynomial of degree 6 on [-1/2.
+    """Return exp(x) for x <= 0, and 0 below -FLUSH.
 
-    1/2] (error 1.5e-7).
+    2^n times a polynomial of degree 6 on [-1/2, 1/2], whose relative error is 1.5e-7.
     """
     kept = builder.fcmp_ordered(">", x, _constant(-FLUSH))
     scaled = builder.fmul(builder.select(kept, x, _constant(0.0)), _constant(1.4426950408889634))
@@ -366,10 +359,7 @@ def ahead(typing: Any, pointer: Any, count: Any) -> Any:
 
 @intrinsic
 def invoke(typing: Any, function: Any, address: Any, phase: Any, index: Any, number: Any) -> Any:
-    """Call a compiled piece. Through its address.
-
-    So that the loop over threads is compiled apart from the work.
-    """
+    """Call a compiled piece through its address: the loop over threads is compiled apart from the work."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(_i64, [_i64] * 4).as_pointer()

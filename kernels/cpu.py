@@ -60,7 +60,7 @@ def run_phase(
     elif phase == SUM:
         value_range(shape, turn, tiers, item, slot, h, part)
     elif phase == JUDGE:
-        return finish(shape, turn, limits, tiers, slot, item.sums, h, number == turn.rounds)
+        return finish(shape, turn, limits, tiers, slot, item.sums, h, number + 1 >= turn.rounds)
     return 0
 
 
@@ -74,7 +74,7 @@ def step_piece(address: int, phase: int, index: int, number: int) -> int:
             at, number = PREPARE, 0
             while at <= JUDGE:
                 left = run_phase(shape, turn, limits, tiers, item, slot, at, h, 0, number)
-                again = at == JUDGE and left > 0 and number < turn.rounds
+                again = at == JUDGE and left > 0 and number + 1 < turn.rounds
                 at, number = (PLAN, number + 1) if again else (at + 1, number)
         return 0
     split = phase in (SCORE, SUM)
@@ -139,10 +139,7 @@ class Cpu(Reference):
         return None
 
     def unfused(self, fmt: TierFormat) -> str | None:
-        """Return why a step on this format goes through the float64 operations instead of the kernels.
-
-        Or None.
-        """
+        """Return why a step on this format goes through the float64 operations, or None."""
         if fmt.group % TILE:
             return f"group {fmt.group} is no multiple of {TILE}"
         return None

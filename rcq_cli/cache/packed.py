@@ -74,25 +74,26 @@ class PackedStore(TieredStore):
         self.coded_elems += keys.numel() + values.numel()
 
     def _slabs(self) -> tuple[Slab, ...]:
-        return (*self.blocks.values(), self.annotations, self.raw, self.raw_bounds, self.checks)
+        slabs = (*self.blocks.values(), self.annotations, self.raw, self.raw_bounds)
+        return slabs if self.originals is None else (*slabs, self.checks)
 
     # -- what kernels are given -----------------------------------------------------------------------------
 
     def turn(self) -> Turn:
         """Return counts and pitches; a step fills in the rest."""
         pitches = [slab.data.stride(0) for slab in self._slabs()]
-        original = 0
-        if self.originals is not None:
-            original = self.originals[0].data.stride(0) * self.tail.element_size()
-        return Turn(self.block_count, self.tail_tokens, *pitches, original, *(0,) * 11)
+        if self.originals is None:
+            pitches += [0, 0]
+        else:
+            pitches.append(self.originals[0].data.stride(0) * self.tail.element_size())
+        return Turn(self.block_count, self.tail_tokens, *pitches, *(0,) * 11)
 
     def addresses(self) -> list[int]:
         """Return the addresses of the store, in the order of `ADDRESSES`; valid until the store changes."""
-        originals = self.originals or ()
         assert self.centre is not None
         self._spectra = torch.stack((self.value_spectrum.value, self.residual_spectrum.value))
-        held = [slab.data for slab in (*self._slabs(), *originals)]
-        held[6:] = held[6:] or [self.tail, self.tail]
+        held = [slab.data for slab in (*self._slabs(), *(self.originals or ()))]
+        held += [self.tail] * (8 - len(held))  # mode naive has neither checks nor originals
         return [t.data_ptr() for t in (*held, self.tail, self.centre, self._spectra)]
 
     # -- reading --------------------------------------------------------------------------------------------
@@ -127,10 +128,7 @@ class PackedStore(TieredStore):
             floats = meta.contiguous().view(torch.float16).reshape(*lead, 2, s.groups, s.padded)
             scale, offset = floats.transpose(-2, -1).unbind(-3)
             named = {"value_scale": scale, "value_offset": offset}
-        return blocks | {
-            name: rows[..., :size, :] if rows.ndim > len(lead) + 1 else rows[..., :size]
-            for name, rows in named.items()
-        }
+        return blocks | {name: rows.narrow(len(lead), 0, size) for name, rows in named.items()}
 
     def original_blocks(self, heads: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return original keys and values of chosen pairs, checked against their checksums."""

@@ -120,10 +120,7 @@ class FusedStep:
 
 
 def unfused(fmt: TierFormat, budget: Budget) -> str | None:
-    """Return why a step goes through the float64 ladder on the packed store instead of the kernels.
-
-    Or None.
-    """
+    """Return why a step goes through the float64 ladder on the packed store instead, or None."""
     if budget.denominator == "layer":
         return "the layer's output is known only after all heads"
     if budget.first_share > 0:
@@ -174,7 +171,7 @@ def run_kernel(
     with phase("score"):
         cpu.run(piece, address, cpu.PREPARE, pieces, 0)
         cpu.run(piece, address, cpu.SCORE, pieces * ranges, 0)
-    for number in range(turn.rounds + 1):
+    for number in range(max(1, turn.rounds)):
         with phase("select"):
             cpu.run(piece, address, cpu.PLAN, pieces, number)
         with phase("attend"):
