@@ -177,7 +177,8 @@ def cell(
         "metric_version": facts.metric,
         "higher_is_better": facts.higher_is_better,
         **_score(scores, facts),
-        "metrics": {**_metrics(good, facts.score_key), **(timed or {})},
+        # a task without a model names all its metrics, the primary one too
+        "metrics": {**_metrics(good, facts.score_key if spec.ctx else ""), **(timed or {})},
         "dtype": facts.dtype,
         **_known("fill_ratio_min", min(fills, default=None), "not_applicable"),
         **_known("prompt_tokens_median", _median([row["prompt_tokens"] for row in rows]), "no_samples"),
