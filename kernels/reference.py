@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from rcq_cli.kernels._format import TierFormat
-from rcq_cli.kernels._rounding import round_down, round_up, smallest
 from torch import Tensor
 
+from rcq_cli.kernels._format import TierFormat
+from rcq_cli.kernels._rounding import round_down, round_up, smallest
 from rcq_cli.protocols import Geometry
 
 Blocks = dict[str, Tensor]
