@@ -174,7 +174,7 @@ def measure(trace: Trace, policy: Policy) -> dict[str, float]:
             continue
         figures = _figures(mass, values, chosen)
         if policy.certified:
-            draw = np.random.default_rng([GHOST_SEED, trace.index, stage])
+            draw = np.random.default_rng([GHOST_SEED, trace.number, stage])
             figures = _certified(draw, checkpoint, values, chosen, figures)
         rows.append(figures)
     return {"critical_recall": found / asked, **_summary(rows)}

@@ -59,7 +59,7 @@ class Checkpoint(NamedTuple):
 class Trace(NamedTuple):
     """One trace; its checkpoints are drawn when asked for, in order."""
 
-    index: int
+    number: int
     length: int
     values: Array
     """float64 `[N, 32]`"""
