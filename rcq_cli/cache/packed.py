@@ -51,10 +51,18 @@ class PackedStore(TieredStore):
             need = slab.length + keys.shape[1] // size
             if need > slab.data.shape[1]:
                 slab.reserve(need if slab.length == 0 else need + max(4, need // 64))
+        heads, dim = keys.shape[0], keys.shape[2]
+        gram, squares = (torch.zeros(heads, *shape, dtype=torch.float64) for shape in ((dim, dim), ()))
         for start in range(0, keys.shape[1], step):
-            self._seal_chunk(keys[:, start : start + step], values[:, start : start + step])
+            residuals = self._seal_part(keys[:, start : start + step], values[:, start : start + step])
+            if self.originals is not None:
+                gram += residuals.transpose(1, 2) @ residuals
+                squares += residuals.square().sum((1, 2))
+        # once for all parts: a refresh of the spectral bound costs more than sealing a few blocks
+        self.residual_spectrum.add_gram(gram, squares)
 
-    def _seal_chunk(self, keys: Tensor, values: Tensor) -> None:
+    def _seal_part(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Seal whole blocks; return the rows V - V'."""
         count = keys.shape[1] // self.fmt.block
         pair = [t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (keys, values)]
         if pair[0].stride(0) != pair[1].stride(0):
@@ -69,9 +77,8 @@ class PackedStore(TieredStore):
         cpu.run(cpu.compiled(cpu.seal_piece).address, call.ctypes.data, 0, heads * count, count)
         for slab in self._slabs():
             slab.length += count
-        if self.originals is not None:
-            self.residual_spectrum.add(residuals)
         self.coded_elems += keys.numel() + values.numel()
+        return residuals
 
     def _slabs(self) -> tuple[Slab, ...]:
         slabs = (*self.blocks.values(), self.annotations, self.raw, self.raw_bounds)

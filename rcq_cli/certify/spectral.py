@@ -38,8 +38,12 @@ class SpectralBound:
 
     def add(self, rows: Tensor) -> None:
         """Add float64 rows `[H, n, D]`; a superset of what the bound must cover is always sound."""
-        self.gram += rows.transpose(1, 2) @ rows
-        self.pending += rows.square().sum((1, 2)) * (1 + 2.0**-30)
+        self.add_gram(rows.transpose(1, 2) @ rows, rows.square().sum((1, 2)))
+
+    def add_gram(self, gram: Tensor, squares: Tensor) -> None:
+        """Add rows by their Gram matrix `[H, D, D]` and the sum of their squares `[H]`, float64."""
+        self.gram += gram
+        self.pending += squares * (1 + 2.0**-30)
         if bool((self.pending > 0.1 * self.reference).any()):
             self.reference = power_bound(self.gram) * (1 + 2.0**-30)
             self.pending.zero_()
