@@ -44,7 +44,8 @@ class NaiveLayer:
         """Return softmax attention of `[Hq, D]` queries on what the codes stand for."""
         self.counters.count()
         output = None
-        if isinstance(self.cache, PackedStore) and not self.cache.backend.unfused(self.cache.fmt):
+        backend: Any = self.cache.backend
+        if isinstance(self.cache, PackedStore) and not backend.unfused(self.cache.fmt):
             output, scratch = naive_step(self.cache, query)
             self.scratch_bytes = max(self.scratch_bytes, scratch)
         if output is None:
