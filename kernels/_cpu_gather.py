@@ -19,6 +19,7 @@ from rcq_cli.kernels._cpu_vector import (
     load_int,
     mul,
     plain,
+    prefetch,
     splat,
     store,
     store_pairs,
@@ -79,7 +80,9 @@ def _coded_values(team: int) -> Any:
         sums, chunk = groups * team * pairs + 16, dim // groups
         for c in range(0, dim, TILE):
             first = c // chunk * team * pairs
-            mix(values, at + 4 * c, 4 * dim, padded // 8, ints, first, pairs, sums + c, dim)
+            mix(
+                values, at + 4 * c, 4 * dim, shape.value_bytes, padded // 8, ints, first, pairs, sums + c, dim
+            )
         for i in range(team):
             scale = splat(item.factors[i] * np.float32(step / WEIGHT_STEPS))
             for c in range(0, dim, LANES):
@@ -211,6 +214,8 @@ def value_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, 
     run = 0
     for b in range(first, last + (part == turn.ranges - 1)):
         run += 1
+        for i in range(shape.padded * shape.dim // 2, shape.value_bytes, 64):
+            prefetch(tiers.values, h * turn.value_pitch + (b + 1) * shape.value_bytes + i)
         if add_block(shape, turn, tiers, item, slot, h, b, -1) or run == RUN:
             flush(shape, item)
             run = 0

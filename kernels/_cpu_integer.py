@@ -8,7 +8,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rcq_cli.kernels._cpu_vector import AVX2, INTS, LANES, WIDE, X86, address, call, i64, splat_of
+from rcq_cli.kernels._cpu_vector import (
+    AVX2,
+    INTS,
+    LANES,
+    WIDE,
+    X86,
+    address,
+    call,
+    i64,
+    prefetch_at,
+    splat_of,
+)
 
 TILE = 16
 """Tokens that the score kernel takes at a time, and channels that the value kernel takes."""
@@ -46,17 +57,18 @@ def _accumulate(builder: Any, cell: Any, product: Any) -> None:
 def dots_kernel(team: int) -> Any:
     """Return the kernel of scores: TILE tokens times `team` queries, exact in int32.
 
-    dots(codes, at, stride, query, first, pairs, out, to, row): codes at byte `at`, `stride` bytes a channel
-    pair; int16 query pairs in `query` from word `first`, one head after the other; sums to `out[to + head *
-    row + token]`.
+    dots(codes, at, stride, ahead, query, first, pairs, to, row): codes at byte `at`, `stride` bytes a channel
+    pair, those needed next `ahead` bytes further on; int16 query pairs in `query` from word `first`, one head
+    after the other; sums to `query[to + head * row + token]`.
     """
 
     def dots(
-        typing: Any, codes: Any, at: Any, stride: Any, query: Any, first: Any, pairs: Any, to: Any, row: Any
-    ) -> Any:
+        typing: Any, codes: Any, at: Any, stride: Any, ahead: Any, query: Any, first: Any, pairs: Any,
+        to: Any, row: Any,
+    ) -> Any:  # fmt: skip
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            codes, at, stride, query, first, pairs, to, row = values
+            codes, at, stride, ahead, query, first, pairs, to, row = values
             vectors, unroll = TILE // LANES, 2 if WIDE else 1
             cells = _accumulators(builder, team * vectors * unroll)
             shorts = ir.VectorType(_i16, 2 * LANES)
@@ -64,6 +76,7 @@ def dots_kernel(team: int) -> Any:
                 for u in range(unroll):
                     pair = builder.add(builder.mul(loop.index, _i64(unroll)), _i64(u))
                     base = builder.add(at, builder.mul(pair, stride))
+                    prefetch_at(builder, address(builder, codes, builder.add(base, ahead), _i8))
                     data = []
                     for v in range(vectors):
                         where = address(
@@ -87,7 +100,7 @@ def dots_kernel(team: int) -> Any:
                     builder.store(result, address(builder, query, index, INTS), align=1)
             return context.get_dummy_value()
 
-        return types.void(codes, i64, i64, query, i64, i64, i64, i64), code
+        return types.void(codes, i64, i64, i64, query, i64, i64, i64, i64), code
 
     return intrinsic(dots)
 
@@ -95,9 +108,10 @@ def dots_kernel(team: int) -> Any:
 def mix_kernel(team: int) -> Any:
     """Return the kernel of values: TILE channels of a block times `team` rows of weights, exact in int32.
 
-    mix(words, at, stride, octets, weights, first, row, to, out_row): words of eight codes at byte `at`,
-    `stride` bytes an octet of tokens; weight pairs (tokens p and p + P/2) in `weights` from word `first`,
-    `row` words a head.
+    mix(words, at, stride, ahead, octets, weights, first, row, to, out_row): words of eight codes at byte
+    `at`, `stride` bytes an octet of tokens, those needed next `ahead` bytes further on; weight pairs (tokens p and
+    p + P/2) in `weights` from word `first`, `row` words a head; sums to `weights[to + head * out_row +
+    channel]`.
     """
 
     def mix(
@@ -105,6 +119,7 @@ def mix_kernel(team: int) -> Any:
         words: Any,
         at: Any,
         stride: Any,
+        ahead: Any,
         octets: Any,
         weights: Any,
         first: Any,
@@ -114,12 +129,13 @@ def mix_kernel(team: int) -> Any:
     ) -> Any:
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            words, at, stride, octets, weights, first, row, to, out_row = values
+            words, at, stride, ahead, octets, weights, first, row, to, out_row = values
             vectors = TILE // LANES
             cells = _accumulators(builder, team * vectors)
             nibbles = ir.Constant(INTS, [0x000F000F] * LANES)
             with cgutils.for_range(builder, octets) as loop:
                 base = builder.add(at, builder.mul(loop.index, stride))
+                prefetch_at(builder, address(builder, words, builder.add(base, ahead), _i8))
                 data = []
                 for v in range(vectors):
                     where = address(
@@ -148,6 +164,6 @@ def mix_kernel(team: int) -> Any:
                     builder.store(builder.load(cells[h * vectors + v]), where, align=1)
             return context.get_dummy_value()
 
-        return types.void(words, i64, i64, i64, weights, i64, i64, i64, i64), code
+        return types.void(words, i64, i64, i64, i64, weights, i64, i64, i64, i64), code
 
     return intrinsic(mix)

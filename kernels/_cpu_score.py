@@ -21,6 +21,7 @@ from rcq_cli.kernels._cpu_vector import (
     load_int,
     mul,
     plain,
+    prefetch,
     size,
     splat,
     store,
@@ -138,7 +139,7 @@ def _coded_scores(team: int) -> Any:
             floats[meta + 4 * i + 2] = total(shift)
         out = team * pairs
         for t in range(0, padded, TILE):
-            dots(keys, at + 2 * t, 2 * padded, ints, 0, pairs, out + t, padded)
+            dots(keys, at + 2 * t, 2 * padded, shape.key_bytes, ints, 0, pairs, out + t, padded)
         for i in range(team):
             step, shift = splat(floats[meta + 4 * i]), splat(floats[meta + 4 * i + 2])
             for t in range(i * padded, (i + 1) * padded, LANES):
@@ -208,6 +209,9 @@ def score_block(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, 
     """Score block `b` from its codes for all rows and bound the errors."""
     at, padded = h * turn.key_pitch + b * shape.key_bytes, shape.padded
     read_notes(turn, tiers, slot, h, b)
+    # the next record; the codes of it follow from the kernel of scores
+    for i in range(padded * shape.dim, shape.key_bytes, 64):
+        prefetch(tiers.keys, at + shape.key_bytes + i)
     read_scales(shape, tiers.keys, at, item.floats)
     for first in range(0, shape.rows, TEAM):
         to = (b * shape.rows + first) * padded

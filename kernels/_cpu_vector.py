@@ -253,6 +253,22 @@ bfloat = _op(
 )
 
 
+def prefetch_at(builder: Any, where: Any) -> None:
+    """Ask for the cache line at a byte pointer."""
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), where, _i32(0), _i32(3), _i32(1))
+
+
+@intrinsic
+def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
+    """Ask for the cache line at that element; never faults, wherever it points."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        prefetch_at(builder, address(builder, *values, _i8))
+        return context.get_dummy_value()
+
+    return types.void(pointer, i64), code
+
+
 @intrinsic
 def word(typing: Any, pointer: Any, index: Any) -> Any:
     """Return the unsigned 32-bit word at byte `index` from a byte pointer on."""
