@@ -109,8 +109,8 @@ def mix_kernel(team: int) -> Any:
     """Return the kernel of values: TILE channels of a block times `team` rows of weights, exact in int32.
 
     mix(words, at, stride, ahead, octets, weights, first, row, to, out_row): words of eight codes at byte
-    `at`, `stride` bytes an octet of tokens, those needed next `ahead` bytes further on; weight pairs (tokens p
-    and p + P/2) in `weights` from word `first`, `row` words a head; sums to `weights[to + head * out_row +
+    `at`, `stride` bytes an octet of tokens, those needed next `ahead` bytes on; weight pairs (tokens p and
+    p + P/2) in `weights` from word `first`, `row` words a head; sums to `weights[to + head * out_row +
     channel]`.
     """
 

@@ -237,16 +237,33 @@ def exact_scores(
 
     Returns whether all are finite.
     """
-    dim, floats, sound = shape.dim, item.floats, True
+    dim, padded, floats, row, sound = shape.dim, shape.padded, item.floats, 3 * shape.dim, True
     for t in range(tokens):
-        widen(source, at + t * dim * item_bytes(shape), shape.kind, dim, floats, 3 * dim)
-        for r in range(low, high):
+        widen(source, at + t * dim * item_bytes(shape), shape.kind, dim, floats, row)
+        r, place = low, to + low * padded + t
+        while r + TEAM <= high:
+            first = (h * shape.rows + r) * dim
+            one = two = three = four = splat(np.float32(0))
+            for c in range(0, dim, LANES):
+                key, q = load(floats, row + c), first + c
+                one, two = fma(load(tiers.query, q), key, one), fma(load(tiers.query, q + dim), key, two)
+                q += 2 * dim
+                three, four = (
+                    fma(load(tiers.query, q), key, three),
+                    fma(load(tiers.query, q + dim), key, four),
+                )
+            scores[place], scores[place + padded] = total(one), total(two)
+            scores[place + 2 * padded], scores[place + 3 * padded] = total(three), total(four)
+            r, place = r + TEAM, place + TEAM * padded
+        while r < high:
             first, dot = (h * shape.rows + r) * dim, splat(np.float32(0))
             for c in range(0, dim, LANES):
-                dot = fma(load(tiers.query, first + c), load(floats, 3 * dim + c), dot)
-            score = total(dot)
-            scores[to + r * shape.padded + t] = score
-            sound = sound and abs(score) < np.float32(1e37)
+                dot = fma(load(tiers.query, first + c), load(floats, row + c), dot)
+            scores[place] = total(dot)
+            r, place = r + 1, place + padded
+    for r in range(low, high):
+        for t in range(to + r * padded, to + r * padded + tokens):
+            sound = sound and abs(scores[t]) < np.float32(1e37)
     return sound
 
 
