@@ -35,8 +35,10 @@ WEIGHT_STEPS = 32000.0
 """Steps of a 16-bit value weight, relative to the largest value scale of its block."""
 RUN = 16
 """Coded blocks that share one float32 accumulator before it is added in float64."""
-WIDEST = 20.0
+WIDEST = 60.0
 """Score errors beyond this give the trivial bound only; such blocks are promoted first, never skipped."""
+HOPELESS = 1e6
+"""Caps what a block shifts; a head that shifts more than a tenth of it has the trivial bound only."""
 SHORT_RUN = 512 * LANES
 """Blocks summed in float32, 512 a lane."""
 
@@ -60,6 +62,13 @@ def growth(d: Any) -> tuple[Any, Any]:
     up = pick_less(d, half, small, large)
     up = pick_less(d, splat(np.float32(WIDEST)), up, splat(np.float32(1e30)))
     return up, pick_less(d, half, gentle, mul(shrunk, splat(np.float32(0.9999))))
+
+
+@plain
+def capped(x: Any) -> Any:
+    """Return min(x, HOPELESS), also of NaN."""
+    top = splat(np.float32(HOPELESS))
+    return pick_less(x, top, x, top)
 
 
 @loose
@@ -149,7 +158,7 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
     lost = max(tokens * 1.7e-38 / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
     one, half, zero = splat(np.float32(1)), splat(np.float32(0.5)), splat(np.float32(0))
-    limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(1e6))
+    limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(HOPELESS))
     fixed, active, skipped, low, kept = 0.0, 0.0, 0.0, 0.0, 0.0
     moved, lifted, flushed, widest = 0.0, 0.0, 0.0, zero
     for start in range(0, width, SHORT_RUN):
@@ -160,9 +169,10 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
             up, down = growth(delta)
             lift = add(up, one)
             grown, loss = pick_less(keep, half, lift, up), mul(lost_, lift)
-            shift = pick_less(delta, limit, fma(share, grown, loss), hopeless)
+            shift = pick_less(delta, limit, capped(fma(share, grown, loss)), hopeless)
             cost = mul(shift, add(load(slot.radius, b), away_))
-            reach = pick_less(delta, limit, mul(mul(load(line.factor, b), inverse), grown), hopeless)
+            reach = capped(mul(mul(load(line.factor, b), inverse), grown))
+            reach = pick_less(delta, limit, reach, hopeless)
             store(line.cost, b, mul(cost, coded))
             store(line.move, b, mul(shift, coded))
             store(line.energy, b, mul(mul(mul(reach, reach), load(line.square, b)), coded))
@@ -183,11 +193,12 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
 def skip_terms(line: Line, slot: Slot, width: int, away: float) -> None:
     """Write share * exp(delta) * (rv + h), what each block costs when its values are not read."""
     away_, one, zero = splat(np.float32(away)), splat(np.float32(1)), splat(np.float32(0))
-    limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(1e6))
+    limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(HOPELESS))
     for b in range(0, width, LANES):
         delta = load(line.delta, b)
         up, _ = growth(delta)
-        weight = pick_less(delta, limit, mul(load(line.share, b), add(up, one)), hopeless)
+        weight = capped(mul(load(line.share, b), add(up, one)))
+        weight = pick_less(delta, limit, weight, hopeless)
         store(line.cost, b, mul(weight, add(load(slot.radius, b), away_)))
         store(line.move, b, zero)
         store(line.energy, b, zero)
@@ -282,16 +293,49 @@ class Joint(NamedTuple):
 
 
 @plain
-def joint_bound(sums: KeySums, table: Any, spectrum: float, away: float, radius: float) -> Joint:
+def variation_around(line: Line, width: int, weight: float, sums: KeySums) -> float:
+    """Bound the total variation of a head that reads one token almost alone.
+
+    Let w be the used weight of the heaviest token. If its exact weight is not larger, the others gain no more
+    than sum w' (exp(delta) / Z_lo - 1) over them and over what is skipped; if it is larger, they lose no more
+    than 1 - w. However wrong the scores are, a head with w near 1 is known well.
+    """
+    first, top = -1, -np.inf
+    for b in range(width):
+        if line.keep[b] > 0 and line.mass[b] > 0 and np.float64(line.peak[b]) > top:
+            first, top = b, np.float64(line.peak[b])
+    if first < 0:
+        return 1.0
+    # the heaviest token of a block weighs exp(0) = 1 before the block's factor
+    alone = np.float64(line.factor[first]) / weight * (1 - 2.0**-18)
+    up, _ = growth(splat(line.delta[first]))
+    others = max(0.0, sums.moved * (1 + 2.0**-16) - alone * np.float64(highest(up)))
+    low, rest = min(1.0, sums.low), 1 - alone
+    return max((others + sums.lifted + rest * (1 - low)) / low, rest)
+
+
+@plain
+def joint_bound(
+    line: Line,
+    width: int,
+    weight: float,
+    sums: KeySums,
+    table: Any,
+    spectrum: float,
+    away: float,
+    radius: float,
+) -> Joint:
     """Return the joint certificate of theory section 10, attributed to keys and skipped values.
 
-    The last member of the minimum, 2 * radius * TV, is finite whatever the score errors.
+    The last members of the minimum, 2 * radius * TV, are finite whatever the score errors.
     """
     variation = min(sums.moved, np.tanh(sums.widest / 2)) + sums.flushed / sums.low
     if sums.lifted > 0:
         variation += sums.lifted / (sums.lifted + sums.kept)
-    known = sums.widest < WIDEST and variation >= 0
-    variation = min(1.0, variation * MARGIN) if known else 1.0
+    known = sums.widest < WIDEST and sums.moved + sums.lifted < HOPELESS / 10 and sums.low > 0
+    if known:
+        variation = min(1.0, variation, variation_around(line, width, weight, sums)) * MARGIN
+    variation = min(1.0, variation) if known and variation >= 0 else 1.0
     bound = 2 * radius * variation * MARGIN
     split = (best_split(table, spectrum, away) + sums.fixed * MARGIN) / sums.low
     if known and split < bound:

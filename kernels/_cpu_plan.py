@@ -223,9 +223,9 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
         line.move[b] *= line.keep[b]
         line.energy[b] *= line.keep[b]
     spread(line, width, slot.bucket, slot.table)
-    # where values leave nothing, promoting every key would not help: this round fails, the next one knows
-    # the output
-    target = max(left, KEY_FLOOR * plan[PLAN_LIMIT]) * sums.low - sums.fixed
+    # where values or rounding leave nothing, promoting every key would not help: the next round knows the
+    # output, and a head that reads one token is certified by it
+    target = max(left * sums.low - sums.fixed, KEY_FLOOR * plan[PLAN_LIMIT] * sums.low)
     if not turn.rounds or best_split(slot.table, spectrum, away) <= target:
         return
     cut, spare = blocks_to_drop(slot.table, spectrum, away, target), 1.0
@@ -343,7 +343,7 @@ def judge(shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, h:
     radius = 0.0
     for b in range(turn.blocks + 1):
         radius = max(radius, np.float64(slot.radius[b]))
-    joint = joint_bound(sums, table, tiers.spectra[h], away, radius)
+    joint = joint_bound(line, width, weight, sums, table, tiers.spectra[h], away, radius)
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)
     plan[PLAN_NORM] = stored.norm
     fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = joint.key, joint.dropped

@@ -73,8 +73,26 @@ def key_terms(masses: Masses, delta: Tensor) -> KeyTerms:
     kept = torch.where(active, shrunk, 0.0).sum(-1)
     lost = torch.where(active, flushed, 0.0).sum(-1) / z_low
     dropped = torch.where(up_skipped > 0, 1 / (1 + kept / up_skipped), 0.0)
-    variation = (torch.minimum(moved, widest) + lost + dropped) * MARGIN
+    variation = torch.minimum(moved, widest) + lost + dropped
+    variation = _finite_or_inf(variation).minimum(_around_one(masses, delta, moved, up_skipped, z_low))
+    variation = variation * MARGIN
     return KeyTerms(cw, c2, z_low, _finite_or_inf(variation).clamp_max(1.0))
+
+
+def _around_one(masses: Masses, delta: Tensor, moved: Tensor, lifted: Tensor, z_low: Tensor) -> Tensor:
+    """Bound the total variation of a head that reads one token almost alone, `[...]`.
+
+    Let w be the used weight of the heaviest token. If its exact weight is not larger, everything else gains
+    no more than sum w' (exp(delta) / Z_lo - 1) over the other active tokens and sum beta exp(delta) / Z_lo
+    over skipped ones; if it is larger, the others lose no more than 1 - w. So a head with w near 1 is known
+    well however wrong its scores are. w is at least S2 / rho of its block.
+    """
+    largest = torch.where(masses.skipped, -INF, masses.log_square - masses.log_weight)
+    log_alone, block = torch.nan_to_num(largest, nan=-INF).max(-1, keepdim=True)
+    alone = log_alone[..., 0].exp() * (1 - 2.0**-30)
+    others = (moved * (1 + 2.0**-30) - alone * torch.expm1(delta.gather(-1, block)[..., 0])).clamp_min(0)
+    low, rest = z_low.clamp_max(1.0), 1 - alone
+    return _finite_or_inf(torch.maximum((others + lifted + rest * (1 - low)) / low, rest))
 
 
 class Split(NamedTuple):

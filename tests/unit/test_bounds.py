@@ -113,6 +113,29 @@ def test_no_choice_of_score_errors_beats_the_joint_bound_or_the_total_variation(
     assert bound < 40 * worst + 1e-6  # a bound that says nothing would pass the lines above
 
 
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("gap", [0.5, 3.0, 8.0, 30.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_head_that_reads_one_token_is_known_well_and_no_choice_of_score_errors_beats_its_bound(
+    seed, gap, skip
+):
+    x = random_instance(seed, skip=skip, size=2.0)
+    scores = x.scores.copy()
+    scores[seed % 2] = scores.max() + gap  # blocks 0 and 1 are never skipped
+    x = x._replace(scores=scores)
+    bound, variation = joint_bound(x, np.zeros(3))
+    weights, output = used_output(x)
+    worst = worst_tv = 0.0
+    for errors in error_vectors(x, np.random.default_rng(seed)):
+        p = exact_weights(x, errors)
+        worst = max(worst, float(np.linalg.norm(p @ x.values - output)))
+        worst_tv = max(worst_tv, float(0.5 * np.abs(p - weights).sum()))
+    assert worst <= bound
+    assert worst_tv <= variation
+    if gap == 30.0:  # scores that err by 3 nats, and yet
+        assert variation < 1e-5
+
+
 def test_the_total_variation_of_one_error_bound_is_tanh_of_half_of_it_and_is_reached():
     """x = 1 / (1 + e^delta) of the mass moving up attains tanh(delta / 2)."""
     for delta in (0.01, 0.5, 3.0):
