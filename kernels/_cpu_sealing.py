@@ -166,13 +166,16 @@ def seal_keys(shape: Shape, tiers: Store, at: int, rows: Any, notes: Any) -> tup
 
 
 @finite
-def group_ranges(row: Any, chunk: int, lo: Any, hi: Any) -> None:
-    """Write the smallest and largest number per group of channels."""
+def group_ranges(row: Any, chunk: int, lo: Any, hi: Any) -> tuple[float, float]:
+    """Write the smallest and largest number per group of channels; return those of all channels."""
+    lowest, highest = row[0], row[0]
     for g in range(len(lo)):
         low, high = row[g * chunk], row[g * chunk]
         for c in range(g * chunk, (g + 1) * chunk):
             low, high = min(low, row[c]), max(high, row[c])
         lo[g], hi[g] = low, high
+        lowest, highest = min(lowest, low), max(highest, high)
+    return np.float64(lowest), np.float64(highest)
 
 
 @finite
@@ -207,16 +210,19 @@ def seal_values(
     """
     dim, padded, groups, pairs = shape.dim, shape.padded, shape.groups, shape.padded // 2
     chunk, meta = dim // groups, at + padded * dim // 2
-    words, codes = np.zeros(padded // 8 * dim, np.uint32), np.empty(dim, np.uint32)
+    count = padded // 8 * dim
+    words, codes = np.empty(count, np.uint32), np.empty(dim, np.uint32)
+    for i in range(count):
+        words[i] = np.uint32(0)
     lo, hi = np.empty(groups, np.float32), np.empty(groups, np.float32)
     zero_bytes(tiers.values, at, shape.value_bytes)
     eta, magnitude, radius, step, raw = 0.0, 0.0, 0.0, 0.0, False
     for t in range(shape.block):
-        group_ranges(rows[t], chunk, lo, hi)
+        lowest, highest = group_ranges(rows[t], chunk, lo, hi)
         low, unit, a, b = 0.0, 0.0, 0.0, 0.0
         if shape.two_level:
-            low = -half_value(half_up(-np.float64(lo.min())))
-            unit = half_value(half_up(max((np.float64(hi.max()) - low) / 255, 2.0**-24)))
+            low = -half_value(half_up(-lowest))
+            unit = half_value(half_up(max((highest - low) / 255, 2.0**-24)))
             put_short(tiers.values, meta + 2 * t, half_bits(np.float32(low)))
             put_short(tiers.values, meta + 2 * (padded + t), half_bits(np.float32(unit)))
             raw |= not (abs(low) < np.inf and unit < np.inf)
@@ -250,7 +256,7 @@ def seal_values(
         p, shift = (t, 0) if t < pairs else (t - pairs, 16)
         for c in range(dim):
             words[p // 4 * dim + c] |= codes[c] << np.uint32(shift + 4 * (p % 4))
-    for i in range(padded // 8 * dim):
+    for i in range(count):
         put_word(tiers.values, at + 4 * i, words[i])
     radius = np.sqrt(radius)
     notes[2], notes[3] = half_up(np.sqrt(eta) * MARGIN), half_up(radius * MARGIN)
@@ -266,7 +272,7 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     """
     b, dim, size_ = turn.blocks + j, shape.dim, item_bytes(shape)
     rows, notes = np.empty((shape.block, dim), np.float32), np.empty(6, np.int64)
-    left = np.empty((shape.block, dim))
+    left, first = np.empty((shape.block, dim)), (h * count + j) * shape.block * dim
     flat, source = floats_at(rows.ctypes.data), h * turn.original_pitch + j * shape.block * dim * size_
     widen(tiers.original_keys, source, shape.kind, shape.block * dim, flat, 0)
     key_at, value_at = h * turn.key_pitch + b * shape.key_bytes, h * turn.value_pitch + b * shape.value_bytes
@@ -279,12 +285,12 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     for i in range(6):
         tiers.notes[h * turn.note_pitch + 6 * b + i] = np.uint16(0 if raw else notes[i])
     if raw:
-        left[:] = 0
         zero_bytes(tiers.keys, key_at + shape.padded * dim, shape.key_bytes - shape.padded * dim)
         codes = shape.padded * dim // 2
         zero_bytes(tiers.values, value_at + codes, shape.value_bytes - codes)
-    for i in range(left.size):
-        residuals[(h * count + j) * left.size + i] = left.flat[i]
+    for t in range(shape.block):
+        for c in range(dim):
+            residuals[first + t * dim + c] = 0.0 if raw else left[t, c]
     tiers.raw[h * turn.raw_pitch + b] = raw
     bounds, checks = h * turn.raw_bound_pitch + 2 * b, h * turn.check_pitch + 4 * b
     tiers.raw_bounds[bounds], tiers.raw_bounds[bounds + 1] = norm * MARGIN, radius * MARGIN

@@ -16,6 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils, codegen, config
+from numba.core.compiler import Compiler
 from numba.extending import intrinsic, models, register_model
 
 
@@ -74,6 +75,41 @@ def callback(function: Any) -> Any:
     return _kept(cfunc, types.int64(*(types.int64,) * 4), error_model="numpy")(function)
 
 
+class _Part(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """Code that is only ever linked into other code.
+
+    Numba would optimise it and make machine code of it at every level of calls.
+    """
+
+    def _optimize_final_module(self) -> None:
+        """Leave that to the entry it becomes a part of."""
+
+    def _finalize_final_module(self) -> None:
+        """Close the module without handing it to the linker of machine code."""
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+class _PartCompiler(Compiler):  # type: ignore[misc]
+    """Compiles a part: no entry points for Python or C, no machine code."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        flags = self.state.flags
+        flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+        self.state.library = _Part(self.state.targetctx.codegen(), "part")
+
+    def compile_extra(self, function: Any) -> Any:
+        """Compile and make known to callers.
+
+        Numba knows a function by an entry in C that callers never use; this one raises KeyError. From Python
+        call `py_func`.
+        """
+        result = super().compile_extra(function)._replace(entry_point={}.popitem)
+        self.state.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
+        return result
+
+
 def _inner(fast: set[str]) -> Callable[[Any], Any]:
     """Return the decorator of a function that only kernels call.
 
@@ -81,7 +117,7 @@ def _inner(fast: set[str]) -> Callable[[Any], Any]:
     """
 
     def decorate(function: Any) -> Any:
-        made = njit(nogil=True, error_model="numpy", fastmath=fast)(function)
+        made = njit(nogil=True, error_model="numpy", fastmath=fast, pipeline_class=_PartCompiler)(function)
         template = made.get_call_template
         made.get_call_template = lambda args, kws: template([types.unliteral(a) for a in args], kws)
         return made

@@ -99,6 +99,15 @@ def print_piece(address: int, phase: int, index: int, number: int) -> int:
     return block_print(shape_at(call), turn_at(call), store_at(call), number, index, phase)
 
 
+def check_piece(address: int, phase: int, index: int, number: int) -> int:
+    """Return 1 if fingerprint `phase % 4` of block `index` of KV head `phase // 4` has changed since sealing."""
+    call = longs_at(address)
+    shape, turn, tiers = shape_at(call), turn_at(call), store_at(call)
+    h, part = phase // 4, phase % 4
+    known = tiers.checks[h * turn.check_pitch + 4 * index + part]
+    return number + (1 if block_print(shape, turn, tiers, h, index, part) != known else 0)
+
+
 @cache
 def compiled(piece: Callable[[int, int, int, int], int]) -> Any:
     """Return a piece with its `address`; compiles it, or reads it from the disk cache, on the first call."""
@@ -119,7 +128,7 @@ def run(function: int, address: int, phase: int, pieces: int, number: int) -> in
 
 def warm() -> None:
     """Compile everything, or read it from the disk cache, so that no later call does."""
-    for piece in (step_piece, seal_piece, print_piece):
+    for piece in (step_piece, seal_piece, print_piece, check_piece):
         run(compiled(piece).address, 0, WHOLE, 0, 0)
 
 

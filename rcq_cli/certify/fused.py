@@ -53,6 +53,7 @@ class FusedStep:
         assert self.cache.originals is not None
         keys, values = (slab.rows for slab in self.cache.originals)
         group, heads = self.cache.shape.group, exact.unflatten(0, (-1, self.cache.shape.group))
+        self.cache.check_originals(heads.any(1).nonzero()[:, 0].tolist())
         for h in heads.any(1).nonzero()[:, 0].tolist():
             mine = (h * group + heads[h].nonzero()[:, 0]).numpy()
             part = slice(h, h + 1)
@@ -76,7 +77,7 @@ class FusedStep:
         cache = self.cache
         heads = torch.from_numpy(faults[:, 0].nonzero()[0])
         blocks = torch.from_numpy(faults[:, 1].copy())[heads]
-        cache.original_blocks(heads, blocks)  # raises when the originals are what is damaged
+        cache.check_originals()  # raises when they are what is damaged
         cache.quarantine(heads, blocks)
         assert cache.originals is not None
         keys, values = (slab.rows for slab in cache.originals)
@@ -189,7 +190,7 @@ class Scratch:
         rows, dim, padded, groups, team = shape.rows, shape.dim, shape.padded, shape.groups, TEAM
         heads, lanes, self.blocks = shape.heads * rows, LANES, blocks
         # an odd number of cache lines: rows that are written together must not share their sets
-        width = state.used_width(blocks) + 16
+        width = state.used_width.py_func(blocks) + 16
         width += 16 if width // 16 % 2 == 0 else 0
         floats = max(4 * dim + 4 * team, (team + dim) * padded) + 64
         ints = max(team * (dim // 2 + padded), groups * team * padded // 2 + team * dim) + 64

@@ -428,6 +428,7 @@ class CertifiedStep:
         return output, (zero, zero, zero, error)
 
     def _everything(self) -> tuple[Tensor, Tensor]:
+        self.cache.check_originals()
         assert self.cache.originals is not None
         keys, values = (slab.rows.to(self.cache.geometry.device) for slab in self.cache.originals)
         self._page(keys.nbytes + values.nbytes)
