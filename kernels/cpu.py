@@ -100,7 +100,7 @@ def print_piece(address: int, phase: int, index: int, number: int) -> int:
 
 
 def check_piece(address: int, phase: int, index: int, number: int) -> int:
-    """Return 1 if fingerprint `phase % 4` of block `index` of KV head `phase // 4` has changed since sealing."""
+    """Add to `number` 1 if fingerprint `phase % 4` of block `index`, KV head `phase // 4`, has changed."""
     call = longs_at(address)
     shape, turn, tiers = shape_at(call), turn_at(call), store_at(call)
     h, part = phase // 4, phase % 4

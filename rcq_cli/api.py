@@ -67,12 +67,10 @@ class LayerCache:
             raise SpecError(
                 f"dtype={dtype} is not allowed", fix="allowed: torch.float32, torch.bfloat16, torch.float16"
             )
-        factor = head_dim**-0.5 if scale is None else scale
-        if not (isinstance(factor, int | float) and math.isfinite(factor)):
-            raise SpecError(f"scale={scale!r} is not allowed", fix="give a finite number or None")
+        factor = _scale(scale, head_dim)
         place = _device(device)
-        self.geometry = Geometry(query_heads, kv_heads, head_dim, DTYPES[dtype], place, float(factor))
-        self.mode = entry.name
+        self.geometry = Geometry(query_heads, kv_heads, head_dim, DTYPES[dtype], place, factor)
+        self.mode, self._certifies = entry.name, entry.certifies
         chosen: Any = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
         self._dtype = dtype
         self._state = entry.open(self.geometry, chosen, choose_backend(backend, self.geometry))
@@ -128,6 +126,16 @@ class LayerCache:
         self._end_prompt()
         return ledger(self._state.bytes())
 
+    def verify(self) -> None:
+        """Raise `BrokenRun` when something stored has changed since it was stored; modes without checks pass.
+
+        `attend` checks what it promotes and a share of the rest. Call this after the last step to know that
+        no step read a damaged block.
+        """
+        self._end_prompt()
+        if self._certifies:
+            self._state.check_intact()  # type: ignore[attr-defined]  # there because the mode certifies
+
     def _end_prompt(self) -> None:
         """Tell a mode that waits for it that the prompt is complete."""
         if not self._prompt_open:
@@ -172,6 +180,19 @@ def ledger(held: LayerBytes) -> dict[str, int]:
         "scratch": held.scratch,
         "dense_equivalent": held.dense_equivalent,
     }
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    """Return the factor of the scores; raise `SpecError` for what is no finite number."""
+    if scale is None:
+        return float(head_dim**-0.5)
+    try:
+        if isinstance(scale, int | float) and math.isfinite(scale):
+            return float(scale)
+    except OverflowError:  # an integer beyond the largest float
+        pass
+    shown = f"{scale!r:.40}" if not isinstance(scale, int) else f"an integer of {scale.bit_length()} bits"
+    raise SpecError(f"scale={shown} is not allowed", fix="give a finite number or None")
 
 
 def _device(name: Any) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +29,25 @@ def disk(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write `record` as readable JSON by temp and rename; NaN and infinity are refused."""
+    data = json_bytes(record)
+    replace_with(path, lambda temp: temp.write_bytes(data))
+
+
+def json_bytes(record: Mapping[str, Any]) -> bytes:
+    """Return what `write_json` writes."""
     text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    replace_with(path, lambda temp: temp.write_text(text, encoding="utf-8", newline="\n"))
+    return text.encode("utf-8")
+
+
+def file_sha256(path: Path, length: int | None = None) -> str:
+    """Return the digest of a file, or of its first `length` bytes; raise `BrokenRun` if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            if length is not None:
+                return hashlib.sha256(file.read(length)).hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise BrokenRun(f"{path} cannot be read", why=str(error), id="RCQ-RUN-03") from error
 
 
 def replace_with(path: Path, write: Callable[[Path], object]) -> None:
@@ -51,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a file written whole; raise `BrokenRun` when it cannot be read."""
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BrokenRun(f"{path} cannot be read", why=str(error), id="RCQ-RUN-03") from error
     if not isinstance(value, dict):
         raise BrokenRun(f"{path} is no JSON object", id="RCQ-RUN-03")
@@ -70,11 +88,14 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
         return [], 0, False
     found: list[dict[str, Any]] = []
     good = 0
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise BrokenRun(f"{path} cannot be read", why=str(error), id="RCQ-RUN-03") from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             if number < len(lines):
@@ -106,6 +127,11 @@ class Appender:
                 return False
             raise
         return True
+
+    @property
+    def size(self) -> int:
+        """Return the bytes written so far."""
+        return self._size
 
     def trim(self, good_bytes: int) -> None:
         """Cut off what lies behind `good_bytes`."""

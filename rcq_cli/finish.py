@@ -22,6 +22,7 @@ from rcq_cli.store import (
     new_folder,
     timed_metrics,
 )
+from rcq_cli.task_files import name_on_command_line
 
 
 def write_contract(folder: Path, fields: Mapping[str, Any], facts: TaskFacts, begun_hash: str) -> None:
@@ -89,9 +90,18 @@ def merge(folders: Sequence[Path], out: Path) -> Path:
     return _write(wholes[0], out, readers, facts, first.contract | late, hashes[0][0], rows, controls)
 
 
-def rescore(folder: Path, out: Path) -> Path:
-    """Return the folder of a new run in which the stored answers of `folder` are scored by today's task."""
+def rescore(folder: Path, out: Path, named: Sequence[str] = ()) -> Path:
+    """Return the folder of a new run in which the stored answers of `folder` are scored by today's task.
+
+    A Python task is run only when `named` says its file, the one the run was made with; raises `SpecError`
+    otherwise.
+    """
     reader = RunReader(folder)
+    for task in named:
+        if TASKS.resolve(task) != reader.spec.task_name:
+            what = f"--task {task!r} is not the task of {folder}"
+            raise SpecError(what, fix=f"that run has task {reader.spec.task_name}", id="RCQ-USE-12")
+        name_on_command_line(task)
     spec, task = reader.spec, TASKS.load(reader.spec.task_name)
     fields = reader.contract | {"task.metric": task.metric}
     facts = _facts(reader)._replace(metric=task.metric, score_key=task.score_key)

@@ -12,7 +12,7 @@ from rcq_cli.protocols import Mode, Task
 from rcq_cli.registry import Registry, did_you_mean
 from rcq_cli.settings import load_preset, load_settings
 from rcq_cli.spec import DTYPES, RunSpec, is_file_name
-from rcq_cli.task_files import TaskRegistry
+from rcq_cli.task_files import TaskRegistry, name_on_command_line
 
 TASKS: Registry[Task] = TaskRegistry("rcq_cli.tasks", "TASK", "task")
 MODES: Registry[Mode] = Registry("rcq_cli.modes", "MODE", "mode")
@@ -90,6 +90,8 @@ def resolve(command: str, flags: Flags, *, folder: Path | None = None) -> Plan:
     Order of precedence: flag, settings file (looked for from `folder` upwards), preset, default. `compare`
     takes the preset `smoke` when no flag says what to measure. Raises `SpecError` for what does not fit.
     """
+    for task in flags.tasks:
+        name_on_command_line(task)
     return _Resolver(command, flags, load_settings(folder or Path.cwd())).plan()
 
 

@@ -313,7 +313,8 @@ class LayerState(Protocol):
 
     A state whose mode has `needs` also has `end_prefill(statistics)`: the prompt is complete, and
     `statistics` (`rcq_cli.cache.statistics.Statistics`) is what was seen of its attention, None when nothing
-    was.
+    was. A state whose mode certifies also has `check_intact()`, called after the last step of a sample: it
+    raises `BrokenRun` when something stored has changed since it was stored.
     """
 
     @property

@@ -65,9 +65,16 @@ def decode(record: Mapping[str, Any]) -> dict[str, "np.ndarray[Any, Any]"]:
     import numpy as np
 
     arrays = {}
-    for name, packed in record["arrays"].items():
-        data = zlib.decompress(base64.b64decode(packed["data"]))
-        arrays[name] = np.frombuffer(data, dtype=packed["dtype"]).reshape(packed["shape"])
+    try:
+        for name in UNITS:
+            packed = record["arrays"][name]
+            data = zlib.decompress(base64.b64decode(packed["data"]))
+            arrays[name] = np.frombuffer(data, dtype=packed["dtype"]).reshape(packed["shape"])
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        what = f"the certificates of sample {record.get('sample_id')!r} cannot be read"
+        raise BrokenRun(
+            what, f"{type(error).__name__}: {error}", "run it again with --fresh", "RCQ-RUN-03"
+        ) from error
     return arrays
 
 
@@ -90,8 +97,10 @@ class StepLog:
             line, length = _member(file)
             try:
                 record = json.loads(line or b"")
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
+            if not isinstance(record, dict) or not isinstance(record.get("key"), str):
+                raise _unreadable(self.path, f"the member at byte {self.good_bytes} is no record of a sample")
             self.add(record["key"], length)
 
     def add(self, key: str, length: int) -> None:
@@ -154,16 +163,26 @@ def write_parquet(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_parquet(path: Path) -> "pa.Table":
-    """Return the table of a finished run; raise `BrokenRun` when the file cannot be read."""
+    """Return the table of a finished run; raise `BrokenRun` when it is damaged or no such table."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise BrokenRun(
-            f"{path} cannot be read", why=str(error), fix="run it again", id="RCQ-RUN-03"
-        ) from error
+        found = pq.read_table(path, page_checksum_verification=True)
+    except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
+        raise _unreadable(path, " ".join(str(error).split())[:300]) from error
+    columns = {field.name: field.type for field in found.schema}
+    for name in ("step", "layer", "head", *UNITS):
+        kind = columns.get(name, pa.null())
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+            raise _unreadable(path, f"column {name!r} is missing or holds no numbers")
+    if "sample_id" not in columns:
+        raise _unreadable(path, "column 'sample_id' is missing")
+    return found
+
+
+def _unreadable(path: Path, why: str) -> BrokenRun:
+    return BrokenRun(f"{path} cannot be read", why=why, fix="run it again with --fresh", id="RCQ-RUN-03")
 
 
 def arrays_of(rows: "pa.Table") -> Iterator[tuple[str, StepArrays]]:
@@ -194,7 +213,12 @@ def _flush(pq: Any, writer: Any, path: Path, rows: "pa.Table") -> Any:
         bounds = [field.name for field in rows.schema if str(field.type) == "float"]
         others = [field.name for field in rows.schema if field.name not in bounds]
         writer = pq.ParquetWriter(
-            path, rows.schema, compression="zstd", use_byte_stream_split=bounds, use_dictionary=others
+            path,
+            rows.schema,
+            compression="zstd",
+            use_byte_stream_split=bounds,
+            use_dictionary=others,
+            write_page_checksum=True,
         )
     writer.write_table(rows, row_group_size=max(rows.num_rows, 1))
     return writer

@@ -4,12 +4,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rcq_cli import records, steps
+from rcq_cli import records, steps, stored
 from rcq_cli.errors import SpecError
-from rcq_cli.files import SCHEMA, Appender, disk, read_json, read_lines, replace_with, write_json
+from rcq_cli.files import (
+    SCHEMA,
+    Appender,
+    disk,
+    file_sha256,
+    json_bytes,
+    read_json,
+    read_lines,
+    replace_with,
+    write_json,
+)
 from rcq_cli.protocols import StepArrays
 from rcq_cli.records import Row, TaskFacts
 from rcq_cli.spec import RunSpec, canonical
@@ -17,6 +28,15 @@ from rcq_cli.spec import RunSpec, canonical
 if TYPE_CHECKING:
     import pyarrow as pa
 
+SEALED = (
+    "spec.json",
+    "contract.json",
+    "environment.json",
+    "examples.jsonl",
+    "controls.jsonl",
+    "steps.parquet",
+)
+"""Files whose digests the last line of telemetry holds, beside its own and that of the summary."""
 COMPLETE, STARTED, ERROR, INTERRUPTED = "complete", "started", "error", "interrupted"
 
 
@@ -95,10 +115,13 @@ class RunWriter:
     def _open(self) -> None:
         """Read what is there, cut off torn ends, open the other files."""
         self.rows = self._trimmed(self._examples)
+        stored.check_rows(self.rows, self._examples.path)
         self._controls = Appender(self.folder / "controls.jsonl", 0)
         self.control_rows = self._trimmed(self._controls)
+        stored.check_rows(self.control_rows, self._controls.path)
         self._telemetry = Appender(self.folder / "telemetry.jsonl", 0)
         self.telemetry = self._trimmed(self._telemetry)
+        stored.check_telemetry(self.telemetry, self._telemetry.path)
         self.log = steps.StepLog(self.folder / "steps.jsonl.gz")
         self._steps: Appender | None = None
         summary = self.folder / "summary.json"
@@ -150,10 +173,19 @@ class RunWriter:
         if complete and self.log.members:
             target = self.folder / "steps.parquet"
             replace_with(target, lambda temp: steps.write_parquet(temp, self.log.read(keys)))
-        write_json(self.folder / "summary.json", {"schema": SCHEMA, **summary})
+        record = {"schema": SCHEMA, **summary}
+        self._seal(sha256(json_bytes(record)).hexdigest())
+        write_json(self.folder / "summary.json", record)
         if complete:
             with disk(self.log.path):
                 self.log.path.unlink(missing_ok=True)
+
+    def _seal(self, summary: str) -> None:
+        """Record what every file holds; a clock's figures make the digests, so they stand in telemetry."""
+        files = {name: file_sha256(path) for name in SEALED if (path := self.folder / name).exists()}
+        telemetry = file_sha256(self._telemetry.path, self._telemetry.size)
+        files |= {"telemetry.jsonl": telemetry, "summary.json": summary}
+        self.append_telemetry({"kind": "sealed", "files": files})
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -174,17 +206,18 @@ class RunReader:
             what = f"{str(folder)!r} is no run folder"
             raise SpecError(what, why="it has no spec.json", fix="name a folder below --out", id="RCQ-USE-11")
         self.notes: list[str] = []
+        self._sealed: dict[str, str] | None = None
 
     @property
     def spec(self) -> RunSpec:
         """What was asked."""
-        record = read_json(self.folder / "spec.json")
+        record = self._stored("spec.json")
         return RunSpec.from_json({k: v for k, v in record.items() if k not in ("schema", "digest")})
 
     @property
     def contract(self) -> dict[str, Any]:
         """The flat contract fields, empty before the model was loaded."""
-        fields: dict[str, Any] = self._stored("contract.json").get("fields", {})
+        fields: dict[str, Any] = self._contract().get("fields", {})
         return fields
 
     @property
@@ -195,13 +228,16 @@ class RunReader:
     @property
     def facts(self) -> TaskFacts | None:
         """What of the task its cells repeat; None before the model was loaded."""
-        stored = self._stored("contract.json").get("facts")
-        return TaskFacts(**stored | {"parts": tuple(stored["parts"])}) if stored else None
+        found = self._contract().get("facts")
+        return TaskFacts(**found | {"parts": tuple(found["parts"])}) if found else None
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """The record of `summary.json`; None for a run that did not come to its end."""
-        return self._stored("summary.json") or None
+        found = self._stored("summary.json") or None
+        if found is not None:
+            stored.check_summary(found, self.folder / "summary.json")
+        return found
 
     @property
     def status(self) -> str:
@@ -209,13 +245,49 @@ class RunReader:
         summary = self.summary
         if summary:
             return str(summary["status"])
-        records_found = read_lines(self.folder / "telemetry.jsonl")[0]
-        marks = [record["status"] for record in records_found if record.get("kind") == "status"]
+        marks = [record["status"] for record in self._telemetry() if record.get("kind") == "status"]
         return str(marks[-1]) if marks else STARTED
 
     def _stored(self, name: str) -> dict[str, Any]:
+        self._verify(name)
         path = self.folder / name
         return read_json(path) if path.exists() else {}
+
+    def _verify(self, name: str) -> None:
+        """Raise `BrokenRun` when a file of a finished run is not the one that was sealed."""
+        if not (self.folder / "summary.json").exists():
+            return
+        if self._sealed is None:
+            self._sealed = self._read_seal()
+        known = self._sealed.get(name)
+        if known is not None and file_sha256(self.folder / name) != known:
+            raise stored.changed(name, self.folder)
+
+    def _read_seal(self) -> dict[str, str]:
+        """Return the digests of the last seal, nothing without one; what stands before it is checked here."""
+        path = self.folder / "telemetry.jsonl"
+        found = read_lines(path)[0]
+        stored.check_telemetry(found, path)
+        last = next((i for i in reversed(range(len(found))) if found[i].get("kind") == "sealed"), None)
+        if last is None:
+            return {}
+        files: dict[str, str] = dict(found[last]["files"])
+        before = sum(map(len, path.read_bytes().splitlines(keepends=True)[:last]))
+        if file_sha256(path, before) != files.pop("telemetry.jsonl", ""):
+            raise stored.changed("telemetry.jsonl", self.folder)
+        return files
+
+    def _contract(self) -> dict[str, Any]:
+        found = self._stored("contract.json")
+        if found:
+            stored.check_contract(found, self.folder / "contract.json")
+        return found
+
+    def _telemetry(self) -> list[dict[str, Any]]:
+        path = self.folder / "telemetry.jsonl"
+        found = read_lines(path)[0]
+        stored.check_telemetry(found, path)
+        return found
 
     def examples(self) -> list[Row]:
         """Return the rows of scored samples in canonical order, one per sample."""
@@ -226,20 +298,21 @@ class RunReader:
         return self._rows("controls.jsonl")
 
     def _rows(self, name: str) -> list[Row]:
+        self._verify(name)
         rows, _, torn = read_lines(self.folder / name)
         if torn:
             self.notes.append(f"{name}: a torn last line was left out")
+        stored.check_rows(rows, self.folder / name)
         parts = self.facts.parts if self.facts else ()
         return records.ordered(last_by_key(rows).values(), parts)
 
     def timings(self) -> dict[str, dict[str, Any]]:
         """Return the clock's record of each row, by row key."""
-        found = read_lines(self.folder / "telemetry.jsonl")[0]
-        return {record["key"]: record for record in found if record.get("kind") == "timing"}
+        return {record["key"]: record for record in self._telemetry() if record.get("kind") == "timing"}
 
     def timed(self) -> dict[str, float]:
         """Return the metrics that were timed once for the run."""
-        return timed_metrics(read_lines(self.folder / "telemetry.jsonl")[0])
+        return timed_metrics(self._telemetry())
 
     def cells(self) -> list[dict[str, Any]]:
         """Return the cells; those of an unfinished run are computed from the rows so far."""
@@ -262,6 +335,7 @@ class RunReader:
     def steps(self) -> "pa.Table | None":
         """Return the table of certificates, whichever form it is stored in; None where none were kept."""
         path = self.folder / "steps.parquet"
+        self._verify(path.name)
         if path.exists():
             return steps.read_parquet(path)
         log = steps.StepLog(self.folder / "steps.jsonl.gz")

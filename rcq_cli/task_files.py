@@ -28,7 +28,15 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "margins": MappingProxyType({"": 0.15, "smoke": 0.15, "ci": 0.05, "release": 0.02}),
     }
 )
+_named: set[Path] = set()
+"""Python tasks that the command line of this process named; no other one is ever run."""
 _FAULTS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError)
+
+
+def name_on_command_line(task: str) -> None:
+    """Allow the Python file `task` to be run: its user has typed its name. Other names need no leave."""
+    if is_file_name(task):
+        _named.add(Path(task).expanduser().resolve())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +55,20 @@ class TaskRegistry(Registry[Task]):
         return str(path.resolve())
 
     def load(self, name: str) -> Task:
-        """Return the task of a name or file; raise `SpecError` for a file that gives none."""
+        """Return the task of a name or file; raise `SpecError` for a file that gives none.
+
+        A Python file is run only when the command line named it (`name_on_command_line`).
+        """
         if not is_file_name(name):
             return Registry.load(self, name)
         path = Path(self.resolve(name))
+        if path.suffix == ".py" and path not in _named:
+            raise SpecError(
+                f"Python task {path.name} was not named on the command line",
+                why="a stored run or a settings file names it, and code from there is never run",
+                fix=f"--task {path} runs it; its stored runs can be compared with --margin X",
+                id="RCQ-USE-26",
+            )
         task: Task = _load(path, sha256(path.read_bytes()).hexdigest())
         return task
 

@@ -136,3 +136,5 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise bad_data(f"{where} is not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        raise bad_data(f"{where} cannot be read: {error}") from error

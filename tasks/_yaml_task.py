@@ -249,15 +249,27 @@ def read_task(path: Path) -> YamlTask:
 
     raw = path.read_bytes()
     try:
-        found = yaml.safe_load(raw)
+        found = _plain_yaml(raw)
     except yaml.constructor.ConstructorError as error:
         why = f"{error.problem}; a YAML task runs no code"
         raise _refused(path, why, "write the task as a .py file that exposes TASK") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or number that cannot be
         raise _refused(path, str(error).replace("\n", " ")) from error
+    except RecursionError as error:
+        raise _refused(path, "it is nested too deeply") from error
     if not isinstance(found, dict):
         raise _refused(path, "it is no table of fields")
     return YamlTask(path, _checked(found, path), sha256(raw).hexdigest())
+
+
+def _plain_yaml(raw: bytes) -> Any:
+    """Return what YAML without aliases says: a few lines of nested ones expand to any size."""
+    import yaml
+
+    for event in yaml.parse(raw, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"alias *{event.anchor}; write the value out")
+    return yaml.safe_load(raw)
 
 
 def _checked(found: dict[str, Any], path: Path) -> dict[str, Any]:

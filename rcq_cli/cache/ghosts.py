@@ -87,6 +87,17 @@ class GhostStore(TieredStore):
             found[here] = super().damaged(heads[here], blocks[here])
         return found
 
+    def changed_blocks(self, head: int) -> Tensor:
+        """Return which blocks of a KV head differ from what was sealed, `[M]`; ghosts get values back."""
+        blocks = torch.arange(self.block_count)
+        heads = torch.full_like(blocks, head)
+        rows = {
+            name: slab.rows[heads, blocks]
+            for name, slab in self.blocks.items()
+            if not name.startswith(VALUES)
+        }
+        return self._differs(rows | self._values_of(heads, blocks), heads, blocks)
+
     def fork(self) -> "GhostStore":
         """Return an independent copy that shares what is never rewritten."""
         twin = super().fork()

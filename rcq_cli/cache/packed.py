@@ -154,6 +154,29 @@ class PackedStore(TieredStore):
         """Return which of the chosen pairs hold records or annotations that changed since sealing."""
         return (self._prints(heads, blocks) != self.checks.rows[heads, blocks])[:, :2].any(1)
 
+    def changed_originals(self, head: int) -> Tensor:
+        """Return which sealed blocks of a KV head have other originals than when they were sealed, `[M]`."""
+        return self._changed(head, (2, 3))
+
+    def changed_blocks(self, head: int) -> Tensor:
+        """Return which sealed blocks of a KV head differ in tier 1 from what was sealed, `[M]`."""
+        return self._changed(head, (0, 1))
+
+    def _changed(self, head: int, parts: tuple[int, int]) -> Tensor:
+        """Look at all blocks at once; one by one only where something is wrong."""
+        blocks = torch.arange(self.block_count)
+        if not self.block_count or not any(self._count_changed(head, part) for part in parts):
+            return torch.zeros_like(blocks, dtype=torch.bool)
+        heads = torch.full_like(blocks, head)
+        differs = self._prints(heads, blocks) != self.checks.rows[heads, blocks]
+        return differs[:, parts[0] : parts[1] + 1].any(1)
+
+    def _count_changed(self, head: int, part: int) -> int:
+        addresses = self.addresses()
+        call = pack(self.shape, self.turn(), NO_LIMITS, addresses + [0] * (len(ADDRESSES) - len(addresses)))
+        piece = cpu.compiled(cpu.check_piece).address
+        return int(cpu.run(piece, call.ctypes.data, 4 * head + part, self.block_count, 0))
+
     def _prints(self, heads: Tensor, blocks: Tensor) -> Tensor:
         addresses = self.addresses()
         call = pack(self.shape, self.turn(), NO_LIMITS, addresses + [0] * (len(ADDRESSES) - len(addresses)))

@@ -5,6 +5,7 @@ rewritten. Symbols follow the certified-attention paper (arXiv:2605.20868, secti
 rk = max ||k - k'||, kappa = max || |s * code| + |z| ||, eta = max ||v - v'|| (absolute), rv = max ||v - c0||.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -176,8 +177,51 @@ class TieredStore:
 
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
         """Return which chosen pairs hold codes, metadata or annotations that changed since sealing, `[n]`."""
-        parts = [*self.pick(heads, blocks).values(), self.annotations.rows[heads, blocks]]
+        return self._differs(self.pick(heads, blocks), heads, blocks)
+
+    def _differs(self, rows: Blocks, heads: Tensor, blocks: Tensor) -> Tensor:
+        parts = [*rows.values(), self.annotations.rows[heads, blocks]]
         return _checksum([part.flatten(1) for part in parts], leading=1) != self.checks.rows[heads, blocks, 0]
+
+    def check_originals(self, heads: Iterable[int] | None = None) -> None:
+        """Compare the originals of all sealed blocks, or of those of some KV heads, with their checksums.
+
+        What is recomputed rests on them alone. Raises `BrokenRun` for the first block that changed.
+        """
+        for head in range(self.geometry.kv_heads) if heads is None else heads:
+            bad = self.changed_originals(head).nonzero()
+            if len(bad):
+                raise corrupted(head, int(bad[0]))
+
+    def changed_originals(self, head: int) -> Tensor:
+        """Return which sealed blocks of a KV head have other originals than when they were sealed, `[M]`."""
+        assert self.originals is not None
+        count, size = self.block_count, self.fmt.block
+        rows = [
+            slab.data[head, : count * size].unflatten(0, (count, size)).flatten(1) for slab in self.originals
+        ]
+        return _checksum(rows, leading=1) != self.checks.rows[head, :, 1]
+
+    def check_intact(self) -> None:
+        """Raise `BrokenRun` unless both tiers hold what was put into them.
+
+        A step notices a damaged block when it promotes or explores it. What nobody looked at may have been
+        read while it was wrong, so an answer counts only when this passes after its last step.
+        """
+        self.check_originals()
+        for head in range(self.geometry.kv_heads):
+            bad = self.changed_blocks(head).nonzero()
+            if len(bad):
+                raise damaged(f"block {int(bad[0])}, KV head {head}")
+        assert self.originals is not None
+        newest = torch.stack([slab.rows[:, self.tokens - self.tail_tokens :] for slab in self.originals])
+        if not torch.equal(_bits(newest), _bits(self.tail[:, :, : self.tail_tokens].cpu())):
+            raise damaged("the open tail")
+
+    def changed_blocks(self, head: int) -> Tensor:
+        """Return which sealed blocks of a KV head differ in tier 1 from what was sealed, `[M]`."""
+        blocks = torch.arange(self.block_count)
+        return self.damaged(torch.full_like(blocks, head), blocks)
 
     def quarantine(self, heads: Tensor, blocks: Tensor) -> None:
         """Mark pairs as raw: from now on they are only ever read from the originals."""
@@ -258,6 +302,20 @@ def corrupted(head: int, block: int) -> BrokenRun:
         fix="check the host memory of this machine and run again",
         id="RCQ-RUN-21",
     )
+
+
+def damaged(place: str) -> BrokenRun:
+    """Return the error of a tier 1 that changed while it was in use."""
+    return BrokenRun(
+        f"tier 1 was damaged while it was in use: {place}",
+        why="what was stored differs from what was sealed, so earlier steps may have read it",
+        fix="check the memory of this machine and run again (--resume answers only what is missing)",
+        id="RCQ-RUN-22",
+    )
+
+
+def _bits(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
 
 
 def _centre(values: Tensor, *, prefill: bool) -> Tensor:

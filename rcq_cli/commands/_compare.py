@@ -14,7 +14,7 @@ from rcq_cli.pairing import PairSpec
 from rcq_cli.presets import TASKS
 
 if TYPE_CHECKING:
-    from rcq_cli.protocols import Task
+    from rcq_cli.spec import RunSpec
     from rcq_cli.store import RunReader
 
 Json = Any
@@ -142,7 +142,7 @@ def _parts(
     facts, spec = reference.reader.facts, reference.reader.spec
     if facts is None:
         return []
-    task = TASKS.load(spec.task_name)
+    margin = _margin(spec, rules)
     found = []
     for part in facts.parts:
         pair = PairSpec(
@@ -150,7 +150,7 @@ def _parts(
             ctx=spec.ctx,
             reference=reference.label,
             candidate=candidate.label,
-            margin=_margin(task, spec.preset, rules),
+            margin=margin,
             metric=facts.score_key,
             higher_is_better=facts.higher_is_better,
             alpha=rules.alpha,
@@ -168,10 +168,11 @@ def _parts(
     return found
 
 
-def _margin(task: Task, preset: str | None, rules: Rules) -> float:
+def _margin(spec: RunSpec, rules: Rules) -> float:
     if rules.margin is not None:
         return rules.margin
-    return task.margins.get(preset or "", task.margins[""])
+    margins = TASKS.load(spec.task_name).margins
+    return margins.get(spec.preset or "", margins[""])
 
 
 def _finished(

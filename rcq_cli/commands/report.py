@@ -125,7 +125,7 @@ def _judged(readers: Sequence[RunReader]) -> dict[str, Json]:
         try:
             judge_runs([group], Rules(partial=any(r.status != "complete" for r in group)))
             kept.append(group)
-        except NotComparable as error:
+        except (NotComparable, SpecError) as error:  # SpecError: the margin stands in a Python task
             record["refusals"].append(f"{error.what}: {error.why}" if error.why else error.what)
     if kept:
         partial = any(reader.status != "complete" for group in kept for reader in group)

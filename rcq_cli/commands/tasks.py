@@ -13,10 +13,12 @@ def command(
     """List the tasks, or the parts and options of one (what -T takes)."""
     from rcq_cli.commands._listing import Entry, answer_entries, answer_options
     from rcq_cli.presets import TASKS
+    from rcq_cli.task_files import name_on_command_line
 
     shell = shell_of(ctx)
     shell.parsed("tasks", format=format, json_target=json)
     if name is not None:
+        name_on_command_line(name)
         entry = TASKS.load(name)
         parts = [part for part in entry.parts if part]
         summary = entry.summary + (f"; parts: {', '.join(parts)}" if parts else "")

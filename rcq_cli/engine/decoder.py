@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -232,6 +232,7 @@ class Engine:
     ) -> Decoded:
         layers = managed_layers(steps.cache).values()
         states = [layer.state for layer in layers if layer.state is not None]
+        check_intact(mode, states)
         held = total_bytes([state.bytes() for state in states], steps.cache)
         return Decoded(
             completion=completion,
@@ -306,6 +307,12 @@ def open_layer(
     state.prefill(*layer.collected())
     if need is not None:
         state.end_prefill(layer.statistics())  # type: ignore[attr-defined]  # there because the mode has needs
+
+
+def check_intact(mode: Mode, states: Iterable[LayerState]) -> None:
+    """Raise `BrokenRun` when the store of a mode that certifies has changed since it was written."""
+    for state in states if mode.certifies else ():
+        state.check_intact()  # type: ignore[attr-defined]  # there because the mode certifies
 
 
 def collecting_ns(cache: Any) -> int:

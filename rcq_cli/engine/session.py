@@ -16,7 +16,7 @@ import torch
 
 from rcq_cli.backends import BACKENDS, choose_backend
 from rcq_cli.cache.statistics import needs_of
-from rcq_cli.engine.decoder import open_layer, total_bytes
+from rcq_cli.engine.decoder import check_intact, open_layer, total_bytes
 from rcq_cli.engine.hook import (
     Hook,
     ManagedLayer,
@@ -200,7 +200,10 @@ def attach_session(model: Any, mode: Mode, options: Any, backend: str) -> Iterat
             model.register_forward_hook(call.after_forward, with_kwargs=True),
         )
         try:
-            return original(ids, cache=call.cache, **kwargs)
+            answer = original(ids, cache=call.cache, **kwargs)
+            layers = managed_layers(call.cache).values()
+            check_intact(mode, [layer.state for layer in layers if layer.state is not None])
+            return answer
         finally:
             for handle in hooks:
                 handle.remove()

@@ -85,10 +85,15 @@ def load_pretrained(folder: str, name: str, device: str, dtype: str, **options: 
     place = pick_device(device)
     shared = {key: value for key, value in options.items() if key == "gguf_file"}
     with quiet(), _explained(name):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **shared)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **shared
+        )
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
+            # never code out of a model's files, and no question on the terminal either
+            trust_remote_code=False,
+            weights_only=True,
             dtype=pick_dtype(dtype, place),
             attn_implementation="sdpa",
             output_loading_info=True,

@@ -91,10 +91,15 @@ class CertifiedLayer:
 
     def exact(self, query: Tensor) -> Tensor:
         """Return float64 attention on the originals, `[Hq, D]`."""
+        self.cache.check_originals()
         assert self.cache.originals is not None
         keys, values = (slab.rows for slab in self.cache.originals)
         groups = as_groups(query, keys.shape[0])
         return exact_attention(groups, keys, values, self.cache.geometry.scale).output.flatten(0, 1)
+
+    def check_intact(self) -> None:
+        """Raise `BrokenRun` when something stored has changed since it was stored."""
+        self.cache.check_intact()
 
     def fork(self) -> "CertifiedLayer":
         """Return an independent copy."""

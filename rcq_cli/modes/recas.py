@@ -26,8 +26,6 @@ from rcq_cli.recas.stages import StageTracker
 
 PROBE_EVERY = 64
 """Steps between two periodic probes, which train the estimator."""
-LEAST_PROBES = 9
-"""Randomised probes before the estimate is calibrated and the budget may follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +240,7 @@ class RecasLayer:
     def _controlled(self, groups: Tensor) -> Reading:
         """Read, and widen what is kept while the calibrated estimate of the loss is too large."""
         reading = self._read(groups)
-        if not self.options.adapt or len(self.calibrator.residuals) < LEAST_PROBES:
+        if not self.options.adapt or not self.calibrator.ready:
             return reading
         found = [reading]
 

@@ -33,7 +33,8 @@ def row(key, control=None, **more):
         "control": control,
         "status": "ok",
     }
-    return base | {"steps": False} | more
+    answer = {"text": "", "output_ids": [], "scores": {"accuracy": 1.0}, "engaged": {}}
+    return base | answer | {"prompt_ids_sha256": "p", "meta": {}, "steps": False} | more
 
 
 def arrays(seed=0, steps_count=2, layers=(0, 3), heads=4):

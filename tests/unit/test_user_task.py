@@ -12,6 +12,7 @@ from rcq_cli.presets import TASKS, Flags, resolve
 from rcq_cli.protocols import Completion, TaskRequest
 from rcq_cli.spec import RunSpec
 from rcq_cli.store import RunReader
+from rcq_cli.task_files import name_on_command_line
 from tests.unit.stub_bench import Engine, Tokenizer, execute, loaded
 from tests.unit.test_longbench import Words
 
@@ -169,6 +170,7 @@ def example(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
     file = tmp_path / "copy_words.py"
     file.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    name_on_command_line(str(file))
     return str(file)
 
 
@@ -200,6 +202,7 @@ def test_the_documented_file_is_a_task(example):
 def test_a_file_without_a_task_says_what_is_missing(tmp_path, code, match):
     file = tmp_path / "mine.py"
     file.write_text(code)
+    name_on_command_line(str(file))
     with pytest.raises(SpecError, match=match):
         TASKS.load(str(file))
 
