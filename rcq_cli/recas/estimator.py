@@ -112,6 +112,11 @@ class Calibrator:
     def __post_init__(self) -> None:
         self.level = self.target
 
+    @property
+    def ready(self) -> bool:
+        """Return whether there are probes enough for an upper estimate below 1 at the rate asked for."""
+        return conformal_rank(len(self.residuals), self.target) <= len(self.residuals)
+
     def upper(self, estimate: float) -> float:
         """Return the calibrated upper estimate of a mass; 1 before there are enough probes."""
         return upper_estimate(estimate, self.residuals, self.level)

@@ -116,3 +116,12 @@ def test_before_the_first_fit_the_last_probe_speaks():
     estimator.train([1.0], 0.25)
     assert estimator.estimate([3.0]) == pytest.approx(0.25, abs=1e-5)
     assert math.isfinite(estimator.estimate([1e9]))
+
+
+@pytest.mark.parametrize(("target", "least"), [(0.5, 1), (0.1, 9), (0.05, 19), (0.01, 99)])
+def test_a_calibrator_is_ready_with_the_first_probe_that_lets_it_promise_something(target, least):
+    calibrator = Calibrator(target)
+    for count in range(least + 1):
+        assert calibrator.ready == (count >= least)
+        assert (upper_estimate(0.01, calibrator.residuals, target) < 1) == calibrator.ready
+        calibrator.residuals = [*calibrator.residuals, 0.0]
