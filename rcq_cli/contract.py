@@ -96,14 +96,14 @@ class Mismatch:
         """Return the error that names every differing MUST field with both values."""
         return NotComparable(
             f"{reference} and {candidate} cannot be compared",
-            why="these fields differ: " + "; ".join(_difference(entry) for entry in self.must),
+            why="these fields differ: " + "; ".join(difference_text(entry) for entry in self.must),
             fix="run both with the same settings, or pass --allow-mismatch",
             id="RCQ-CMP-01",
         )
 
     def warnings(self) -> list[str]:
         """Return one line per differing SHOULD field."""
-        return [f"{_difference(entry)}: times and memory are not compared" for entry in self.should]
+        return [f"{difference_text(entry)}: times and memory are not compared" for entry in self.should]
 
 
 def level_of(name: str) -> Level:
@@ -170,6 +170,7 @@ def _hash(contract: Fields, level: Level) -> str:
     return sha256_json({name: value for name, value in contract.items() if level_of(name) is level})
 
 
-def _difference(entry: tuple[str, Any, Any]) -> str:
+def difference_text(entry: tuple[str, Any, Any]) -> str:
+    """Return `name (ours and theirs)` of a field that differs."""
     name, ours, theirs = entry
     return f"{name} ({ours!r} and {theirs!r})"

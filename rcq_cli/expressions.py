@@ -191,9 +191,11 @@ def _speaks_of(gate: GateExpression, pair: Record, cells: Sequence[Record]) -> b
 def _expression_gate(gate: GateExpression, pair: Record, cells: Sequence[Record]) -> GateResult:
     value = _value(gate, pair, cells)
     if value is None:
-        timing = gate.metric == "decode_ms" and pair.get("latency_status") == "timing_contract_differs"
+        timing = gate.metric == "decode_ms" and (
+            pair.get("latency_paired") is False or pair.get("latency_status") == "timing_contract_differs"
+        )
         why = (
-            "times of these runs cannot be compared"
+            "times are gated only where both modes took turns in one process, on one kind of machine"
             if timing
             else f"{gate.metric}.{gate.stat} was not measured"
         )
@@ -210,6 +212,8 @@ def _value(gate: GateExpression, pair: Record, cells: Sequence[Record]) -> Any:
     metric, stat = gate.metric, gate.stat
     if stat in ("n", "verdict"):
         return pair[stat]
+    if metric == "decode_ms" and pair.get("latency_paired") is False:
+        return None
     if metric in COST_METRICS:
         ends = pair.get("latency_ci") if metric == "decode_ms" else None
         if stat in ("lower", "upper"):

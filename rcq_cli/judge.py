@@ -127,6 +127,7 @@ def _header(spec: PairSpec, pairing: Pairing) -> Pair:
         **_EMPTY,
         "holm_family": 1,
         "margin": spec.margin,
+        "lifted": list(spec.lifted),
         "alpha": spec.alpha,
         "verdict": "inconclusive",
         "labels": list(pairing.labels),
@@ -320,41 +321,3 @@ def add_costs(
     if costs["latency_ratio"] is None:
         costs["latency_status"] = "not_measured" if timing_comparable else "timing_contract_differs"
     return pair | costs | {"device_bytes_ratio": ratio(*held)}
-
-
-def noise_floor(
-    reference: Sequence[Row],
-    again: Sequence[Row],
-    candidate: Sequence[Row],
-    *,
-    metric: str = "accuracy",
-    flip_margin: float = 0.02,
-    alpha: float = stats.ALPHA,
-) -> dict[str, Any]:
-    """Compare the candidate's flips with those of a second run of the reference itself.
-
-    `excess` is the share of samples that flip in the candidate minus the share that flip in `again`, with
-    Tango's interval; it never replaces a verdict.
-    """
-    arms = [
-        {r["sample_id"]: r["scores"][metric] for r in rows if r["status"] == "ok"}
-        for rows in (reference, again, candidate)
-    ]
-    shared = sorted(arms[0].keys() & arms[1].keys() & arms[2].keys())
-    if not shared:
-        return {"n": 0, "excess": None, "labels": [], "reason": "the three runs share no sample"}
-    flips = [(arms[1][i] != arms[0][i], arms[2][i] != arms[0][i]) for i in shared]
-    noise, own = flips.count((True, False)), flips.count((False, True))
-    n, base = len(flips), sum(f for f, _ in flips) / len(flips)
-    ci = stats.tango_interval(noise, own, n, alpha)
-    labels = ["indistinguishable from dense noise"] if ci.upper <= flip_margin else []
-    return {
-        "n": n,
-        "reference_flip_rate": base,
-        "candidate_flip_rate": sum(f for _, f in flips) / n,
-        "excess": (own - noise) / n,
-        "excess_ci": list(ci),
-        "mcnemar_p": stats.mcnemar_exact(noise, own),
-        "flip_margin": flip_margin,
-        "labels": labels + (["dense arm unstable"] if base > 0.05 else []),
-    }

@@ -48,6 +48,8 @@ class PairSpec:
     """Compare what is there of an unfinished run."""
     allow_inactive: bool = False
     allow_mismatch: bool = False
+    lifted: tuple[str, ...] = ()
+    """Contract fields that differ and were allowed to; nothing passes then."""
     max_errors: int = 0
     max_missing: int = 0
 
@@ -118,6 +120,8 @@ def pair_rows(spec: PairSpec, reference: Sequence[Row], candidate: Sequence[Row]
         _check_engaged(spec, pairing)
     if not spec.controls:
         pairing.cannot_pass.append("the controls were switched off")
+    if spec.lifted:
+        pairing.cannot_pass.append(f"the contracts differ ({_listed(spec.lifted)}): nothing passes so")
     return pairing
 
 

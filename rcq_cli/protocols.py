@@ -440,3 +440,13 @@ class Report(Protocol):
 
     name: str
     summary: str
+
+
+class TextReport(Report, Protocol):
+    """A report that is a file or lines of its own: the document of `rcq compare --json` in, text out.
+
+    It also takes the document of a comparison that broke off (`exit_code` and `error`).
+    """
+
+    def text(self, document: Mapping[str, Json]) -> str:
+        """Return the whole text, the same for the same document."""

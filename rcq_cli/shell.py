@@ -37,6 +37,8 @@ class Result(NamedTuple):
     """What people look at; made only when shown."""
     records: Sequence[Mapping[str, Any]]
     """Flat view for `-o jsonl` and `-o csv`, one object a line."""
+    markdown: Callable[[], Sequence[Table]] | None = None
+    """What `-o md` shows, where that is not the same as the tables."""
 
 
 class Shell:
@@ -135,6 +137,11 @@ class Shell:
         """Write a warning to stderr, `-q` or not."""
         self._write_stderr(self._paint("warning:", "doubt") + " " + text)
 
+    def annotate(self, lines: str) -> None:
+        """Write the commands a CI server reads from stderr, without colour, `-q` or not."""
+        if lines:
+            self._write_stderr(lines.removesuffix("\n"))
+
     def answer(self, result: Result) -> None:
         """Write the result in the form that was asked for, and the document to the path of `--json PATH`."""
         from rcq_cli import render
@@ -144,7 +151,7 @@ class Shell:
         if self.format == "table":
             self.write(render.to_text(result.tables(), self.view(self.stdout)))
         elif self.format == "md":
-            self.write(render.to_markdown(result.tables()))
+            self.write(render.to_markdown((result.markdown or result.tables)()))
         elif self.format == "csv":
             self.write(render.to_csv(result.records))
         elif self.format == "jsonl":
@@ -267,14 +274,14 @@ def write_file(path: Path, text: str) -> None:
         ) from error
 
 
-def check_target(path: str | None) -> None:
-    """Raise `SpecError` when the file `--json` names cannot be written, before any work is done."""
+def check_target(path: str | None, flag: str = "--json") -> None:
+    """Raise `SpecError` when the file `flag` names cannot be written, before any work is done."""
     if path in (None, "-"):
         return
     folder = Path(str(path)).resolve().parent
     if not folder.is_dir() or Path(str(path)).is_dir():
         what = "is a folder" if Path(str(path)).is_dir() else f"lies in {str(folder)!r}, which does not exist"
-        raise SpecError(f"--json {path!r} {what}", fix="give a file in a folder that exists", id="RCQ-USE-02")
+        raise SpecError(f"{flag} {path!r} {what}", fix="give a file in a folder that exists", id="RCQ-USE-02")
 
 
 def tolerant(stream: TextIO) -> None:

@@ -7,18 +7,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rcq_cli import gates
 from rcq_cli.commands import _run
-from rcq_cli.contract import Mismatch, compare_contracts
+from rcq_cli.contract import (
+    Level,
+    Mismatch,
+    compare_contracts,
+    contract_hash,
+    level_of,
+    mode_hash,
+    timing_hash,
+)
 from rcq_cli.errors import BrokenRun, NotComparable, RcqError
 from rcq_cli.judge import add_costs, judge
+from rcq_cli.latency import latency_gate, paired_times
+from rcq_cli.noise import FLIP_MARGIN
 from rcq_cli.pairing import PairSpec
 from rcq_cli.presets import TASKS
 
 if TYPE_CHECKING:
+    from rcq_cli.baseline import Baseline
     from rcq_cli.spec import RunSpec
     from rcq_cli.store import RunReader
 
 Json = Any
 Rows = list[dict[str, Json]]
+Clocks = dict[tuple[str, int | None, str], dict[str, Mapping[str, Any]]]
+"""Timing records by sample, of each cell of each arm."""
 
 
 class Rules(NamedTuple):
@@ -35,6 +48,11 @@ class Rules(NamedTuple):
     exit_zero: bool = False
     expected: Mapping[str, str] = gates.EXPECTED
     fail_on: tuple[gates.GateExpression, ...] = ()
+    latency_margin: float | None = None
+    flip_margin: float = FLIP_MARGIN
+    noise: tuple[RunReader, ...] = ()
+    """Second runs of the reference."""
+    baseline: Baseline | None = None
 
 
 class Arm(NamedTuple):
@@ -51,6 +69,18 @@ class Judged(NamedTuple):
     pairs: Rows
     gate: gates.GateReport
     warnings: tuple[str, ...]
+    contracts: Sequence[Mapping[str, Json]] = ()
+    """Hashes and MUST fields of each task and context."""
+    baseline: Json = None
+    """What the baseline says, for the document; None without one."""
+
+
+class Compared(NamedTuple):
+    """One cell of one candidate on its way to a pair."""
+
+    spec: PairSpec
+    reference: Rows
+    candidate: Rows
 
 
 def labelled(readers: Sequence[RunReader]) -> list[Arm]:
@@ -70,18 +100,23 @@ def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
 
     Raises `NotComparable` when no pair of runs may be compared and `BrokenRun` for a run that never began.
     """
-    specs: list[tuple[PairSpec, Rows, Rows]] = []
+    from rcq_cli.commands import _against
+
+    specs: list[Compared] = []
     cells: Rows = []
     problems: Rows = []
     refusals: list[NotComparable] = []
     timing: dict[tuple[str, str], bool] = {}
+    clocks: Clocks = {}
     warnings: list[str] = []
+    _against.check_noise(groups, rules)
     for group in groups:
         arms = labelled(group)
         rows = {arm.label: _rows(arm) for arm in arms}
         cells += [cell | {"mode": arm.label} for arm in arms for cell in _run.cells_of([arm.reader])]
         for arm in arms:
             problems += [_located(problem, arm) for problem in (arm.reader.summary or {}).get("problems", ())]
+            clocks |= _clocks(arm, rows[arm.label])
         for arm in arms[1:]:
             mismatch = compare_contracts(arms[0].reader.contract, arm.reader.contract)
             if not mismatch.comparable and not rules.allow_mismatch:
@@ -90,10 +125,12 @@ def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
                 continue
             warnings += _warnings(mismatch, arm.label)
             timing[arms[0].label, arm.label] = mismatch.timing_comparable
-            specs += _parts(arms[0], arm, rows, rules)
+            lifted = tuple(name for name, _, _ in mismatch.must)
+            specs += parts_of(arms[0], arm, rows, rules, lifted)
     if not specs:
         raise refusals[0]
-    pairs = [_finished(pair, cells, timing, rules) for pair in judge(specs)]
+    pairs = [_finished(pair, cells, timing, clocks, rules) for pair in judge(specs)]
+    _against.add_noise(pairs, specs, rules)
     report = gates.evaluate_gates(
         pairs,
         cells,
@@ -106,7 +143,48 @@ def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
         allow_inactive=rules.limits.allow_inactive,
         problems=problems,
     )
-    return Judged(cells, pairs, report, tuple(dict.fromkeys(warnings)))
+    timed = _timed(pairs, rules)
+    report = gates.GateReport((*report.gates, *timed), report.notices)
+    judged = Judged(cells, pairs, report, tuple(dict.fromkeys(warnings)), [contract_entry(g) for g in groups])
+    return _against.held_against(judged, groups, rules) if rules.baseline else judged
+
+
+def _timed(pairs: Rows, rules: Rules) -> list[gates.GateResult]:
+    if rules.latency_margin is None:
+        return []
+    judged = [pair for pair in pairs if pair["headline"] and not pair["expected"]]
+    return [latency_gate(pair, rules.latency_margin, strict=rules.strict) for pair in judged]
+
+
+def contract_entry(group: Sequence[RunReader]) -> dict[str, Json]:
+    """Return hashes, seed and MUST fields of one task and context, as the document holds them."""
+    reference = group[0]
+    fields = reference.contract
+    return {
+        "task": reference.spec.task_title,
+        "ctx": reference.spec.ctx,
+        "contract": contract_hash(fields),
+        "timing_hash": timing_hash(fields),
+        "mode_hashes": {arm.label: mode_hash(arm.reader.contract) for arm in labelled(group)},
+        "seed": reference.spec.seed,
+        "fields": {name: value for name, value in sorted(fields.items()) if level_of(name) is Level.MUST},
+    }
+
+
+def _clocks(arm: Arm, rows: Rows) -> Clocks:
+    """Return the clock's record of every answer, by the cell it belongs to and for the task as a whole."""
+    facts, spec, timings = arm.reader.facts, arm.reader.spec, arm.reader.timings()
+    found: Clocks = {}
+    for part in facts.parts if facts else ():
+        mine = {
+            row["sample_id"]: timings[row["key"]]
+            for row in rows
+            if row["part"] == part and row["status"] == "ok" and row["key"] in timings
+        }
+        cell = spec.cell_task(part)
+        for task in dict.fromkeys((cell, cell.partition("/")[0])):
+            found.setdefault((task, spec.ctx, arm.label), {}).update(mine)
+    return found
 
 
 def _rows(arm: Arm) -> Rows:
@@ -135,10 +213,10 @@ def _warnings(mismatch: Mismatch, label: str) -> list[str]:
     return lifted + [f"{label}: {text}" for text in mismatch.warnings()]
 
 
-def _parts(
-    reference: Arm, candidate: Arm, rows: Mapping[str, Rows], rules: Rules
-) -> list[tuple[PairSpec, Rows, Rows]]:
-    """Return a spec with both arms' rows for every part of the task."""
+def parts_of(
+    reference: Arm, candidate: Arm, rows: Mapping[str, Rows], rules: Rules, lifted: tuple[str, ...] = ()
+) -> list[Compared]:
+    """Return a spec with both arms' rows for every part of the task; `lifted` fields differ and may."""
     facts, spec = reference.reader.facts, reference.reader.spec
     if facts is None:
         return []
@@ -160,11 +238,12 @@ def _parts(
             partial=rules.partial,
             allow_inactive=rules.limits.allow_inactive,
             allow_mismatch=rules.allow_mismatch,
+            lifted=lifted,
             max_errors=rules.limits.max_errors,
             max_missing=rules.max_missing,
         )
         mine = [[row for row in rows[arm.label] if row["part"] == part] for arm in (reference, candidate)]
-        found.append((pair, mine[0], mine[1]))
+        found.append(Compared(pair, mine[0], mine[1]))
     return found
 
 
@@ -176,13 +255,21 @@ def _margin(spec: RunSpec, rules: Rules) -> float:
 
 
 def _finished(
-    pair: Mapping[str, Json], cells: Rows, timing: Mapping[tuple[str, str], bool], rules: Rules
+    pair: Mapping[str, Json],
+    cells: Rows,
+    timing: Mapping[tuple[str, str], bool],
+    clocks: Clocks,
+    rules: Rules,
 ) -> dict[str, Json]:
     """Return the pair with its costs and whether its failure was announced."""
     arms = [_cell_at(cells, pair, pair[side]) for side in ("reference", "candidate")]
     comparable = timing[pair["reference"], pair["candidate"]]
     expected = gates.expectation(pair["candidate"], rules.expected) == "fail"
-    return {**add_costs(dict(pair), *arms, timing_comparable=comparable), "expected": expected}
+    whole = {**add_costs(dict(pair), *arms, timing_comparable=comparable), "expected": expected}
+    times = [clocks.get((pair["task"], pair["ctx"], pair[side]), {}) for side in ("reference", "candidate")]
+    return whole | (
+        paired_times(times[0], times[1], rules.alpha) if comparable else {"latency_paired": False}
+    )
 
 
 def _cell_at(cells: Rows, pair: Mapping[str, Json], label: str) -> dict[str, Json]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rcq_cli.commands import _compare_options as c
 from rcq_cli.commands import _options as o
-from rcq_cli.errors import SpecError
+from rcq_cli.errors import RcqError, SpecError
 
 if TYPE_CHECKING:
+    from rcq_cli.baseline import Baseline
+    from rcq_cli.commands._ci import Outputs
     from rcq_cli.commands._compare import Judged, Rules
     from rcq_cli.presets import Plan
     from rcq_cli.shell import Shell
@@ -19,54 +22,10 @@ if TYPE_CHECKING:
 
 Json = Any
 
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MODE|RUN...", help="Two or more modes or run folders; the first is the reference."
-    ),
-]
-FailOn = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--fail-on",
-        metavar="GATE",
-        help="Condition that fails, repeatable: 'niah@64k.accuracy.upper < -0.02'.",
-    ),
-]
-Expect = Annotated[
-    list[str] | None,
-    typer.Option("--expect", metavar="MODE=fail", help="A mode that is there to fail. [default: naive=fail]"),
-]
-Strict = Annotated[bool, typer.Option("--strict", help="An undecided cell fails too.")]
-ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Report a failed gate, but leave with 0.")]
-AllowMismatch = Annotated[
-    bool, typer.Option("--allow-mismatch", help="Compare runs of different contracts; nothing can pass then.")
-]
-Partial = Annotated[bool, typer.Option("--partial", help="Compare unfinished runs; nothing can pass then.")]
-Margin = Annotated[
-    str | None,
-    typer.Option("--margin", metavar="X", help="Largest loss that passes. [default: the task's]"),
-]
-Alpha = Annotated[str, typer.Option("--alpha", metavar="X", help="One-sided level of the verdict.")]
-Cluster = Annotated[
-    str, typer.Option("--cluster", metavar="auto|none", help="none: treat all samples as independent.")
-]
-Match = Annotated[
-    str | None,
-    typer.Option(
-        "--match",
-        metavar="bytes=SHARE",
-        help="Give every mode with a budget the one that holds this share of a dense 16-bit cache.",
-    ),
-]
-MaxMissing = Annotated[
-    str, typer.Option("--max-missing", metavar="N", help="Samples that only one run may hold.")
-]
-
 
 def command(
     context: typer.Context,
-    names: Names = None,
+    names: c.Names = None,
     task: o.Task = None,
     ctx: o.Ctx = None,
     model: o.Model = None,
@@ -82,17 +41,25 @@ def command(
     max_errors: o.MaxErrors = "0",
     allow_inactive: o.AllowInactive = False,
     keep_prompts: o.KeepPrompts = False,
-    fail_on: FailOn = None,
-    strict: Strict = False,
-    exit_zero: ExitZero = False,
-    expect: Expect = None,
-    allow_mismatch: AllowMismatch = False,
-    partial: Partial = False,
-    margin: Margin = None,
-    alpha: Alpha = "0.025",
-    cluster: Cluster = "auto",
-    max_missing: MaxMissing = "0",
-    match: Match = None,
+    fail_on: c.FailOn = None,
+    strict: c.Strict = False,
+    exit_zero: c.ExitZero = False,
+    expect: c.Expect = None,
+    allow_mismatch: c.AllowMismatch = False,
+    partial: c.Partial = False,
+    margin: c.Margin = None,
+    alpha: c.Alpha = "0.025",
+    cluster: c.Cluster = "auto",
+    max_missing: c.MaxMissing = "0",
+    match: c.Match = None,
+    baseline: c.BaselineFile = None,
+    update_baseline: c.UpdateBaseline = False,
+    noise_floor: c.NoiseFloor = None,
+    flip_margin: c.FlipMargin = "0.02",
+    latency_margin: c.LatencyMargin = None,
+    junit: c.JUnitFile = None,
+    code_quality: c.CodeQualityFile = None,
+    github: c.GitHub = False,
     executor: o.Executor = None,
     out: o.Out = None,
     resume: o.Resume = False,
@@ -109,17 +76,33 @@ def command(
     given = locals()
     shell = o.shell_of(context)
     shell.parsed("compare", format=format, json_target=json, quiet=quiet, verbose=verbose)
+    from rcq_cli.commands._ci import Outputs
+
+    outputs = Outputs(junit, code_quality, github)
+    outputs.check()
+    try:
+        return _compare(shell, given, outputs)
+    except RcqError as error:
+        # a server that waits for reports gets them from a comparison that broke off, too
+        if not shell.answered and not dry_run:
+            outputs.write_error(shell, error)
+        raise
+
+
+def _compare(shell: Shell, given: dict[str, Json], outputs: Outputs) -> int:
     rules = _rules(given)
-    words = tuple(names or ())
+    words = tuple(given["names"] or ())
     folders = run_folders(words)
-    share = _share(match)
+    share = _share(given["match"])
     asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
+    target = Path(given["baseline"]) if given["update_baseline"] else None
     if folders:
-        given_work = {"match": match, "dry_run": dry_run}
+        given_work = {"match": given["match"], "dry_run": given["dry_run"]}
         asked |= {name: value for name, value in given_work.items() if value}
         o.refuse_work(asked, "for finished runs")
-        return _judge(shell, [_stored(folders)], rules)
-    return _measure(shell, words, asked, rules, share, resume=resume, dry_run=dry_run)
+        return _judge(shell, [_stored(folders)], rules, outputs, target)
+    groups = _measure(shell, words, asked, rules, share, resume=given["resume"], dry_run=given["dry_run"])
+    return 0 if groups is None else _judge(shell, groups, rules, outputs, target)
 
 
 def _share(match: str | None) -> float | None:
@@ -137,7 +120,8 @@ def _measure(
     *,
     resume: bool,
     dry_run: bool,
-) -> int:
+) -> list[list[RunReader]] | None:
+    """Return the runs of each task and context, None when `--dry-run` asked for none."""
     from rcq_cli.commands import _run
     from rcq_cli.presets import resolve
 
@@ -156,9 +140,10 @@ def _measure(
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
 
-        return answer_dry_run(shell, plan)
+        answer_dry_run(shell, plan)
+        return None
     readers = iter(_run.read_runs(_run.carry_out(shell, plan, resume=resume)))
-    return _judge(shell, [[next(readers) for _ in batch] for batch in plan.batches], rules)
+    return [[next(readers) for _ in batch] for batch in plan.batches]
 
 
 def run_folders(words: Sequence[str]) -> list[Path]:
@@ -194,10 +179,29 @@ def _stored(folders: Sequence[Path]) -> list[RunReader]:
     return read_runs(folders)
 
 
+def _baseline(path: str | None, update: bool) -> Baseline | None:
+    """Return the baseline to be held against; None without one, and when it is about to be written."""
+    if path is None:
+        if update:
+            raise SpecError("--update-baseline needs --baseline FILE", fix="name the file", id="RCQ-USE-02")
+        return None
+    if not update:
+        from rcq_cli.baseline import read_baseline
+
+        return read_baseline(Path(path))
+    from rcq_cli.shell import check_target
+
+    check_target(path, "--baseline")
+    if Path(path).suffix not in (".yaml", ".yml"):
+        what = f"--update-baseline writes YAML, --baseline {path!r} came"
+        raise SpecError(what, fix="name a file that ends with .yaml", id="RCQ-USE-02")
+    return None
+
+
 def _rules(given: dict[str, Json]) -> Rules:
     from rcq_cli import gates
     from rcq_cli.commands._compare import Rules
-    from rcq_cli.commands._run import Limits
+    from rcq_cli.commands._run import Limits, read_runs
 
     o.choose(given["cluster"], ("auto", "none"), "--cluster")
     return Rules(
@@ -212,6 +216,10 @@ def _rules(given: dict[str, Json]) -> Rules:
         exit_zero=given["exit_zero"],
         expected=gates.parse_expectations(given["expect"] or ()),
         fail_on=tuple(gates.parse_gate(text) for text in given["fail_on"] or ()),
+        latency_margin=o.between(given["latency_margin"], "--latency-margin", 100.0),
+        flip_margin=o.between(given["flip_margin"], "--flip-margin", 1.0) or 0.02,
+        noise=tuple(read_runs(Path(run) for run in given["noise_floor"] or ())),
+        baseline=_baseline(given["baseline"], given["update_baseline"]),
     )
 
 
@@ -229,14 +237,26 @@ def _check_gates(plan: Plan, rules: Rules) -> None:
     gates.check_gates(rules.fail_on, cells, [gate.metric for gate in rules.fail_on])
 
 
-def _judge(shell: Shell, groups: Sequence[Sequence[RunReader]], rules: Rules) -> int:
-    from rcq_cli.commands import _compare
+def _judge(
+    shell: Shell,
+    groups: Sequence[Sequence[RunReader]],
+    rules: Rules,
+    outputs: Outputs,
+    target: Path | None,
+) -> int:
+    """Judge, answer, write every report, and only then say how it ended."""
+    from rcq_cli.commands import _against, _compare
 
     judged = _compare.judge_runs(groups, rules)
     for warning in judged.warnings:
         shell.warn(warning)
     code = judged.gate.exit_code(exit_zero=rules.exit_zero)
-    _answer(shell, [reader for group in groups for reader in group], judged, code)
+    readers = [reader for group in groups for reader in group]
+    document = _document(readers, judged, code)
+    _answer(shell, readers, document)
+    outputs.write(shell, document)
+    if target is not None:
+        shell.say("baseline " + _against.keep_baseline(target, document, groups, judged, rules))
     _warn_undecided(shell, judged)
     if code:
         shell.report(_compare.as_error(judged.gate, code))
@@ -255,29 +275,38 @@ def _warn_undecided(shell: Shell, judged: Judged) -> None:
         shell.warn(notice)
 
 
-def _answer(shell: Shell, readers: Sequence[RunReader], judged: Judged, code: int) -> None:
+def _document(readers: Sequence[RunReader], judged: Judged, code: int) -> dict[str, Json]:
     from rcq_cli.commands._run import contract_of, one_of
-    from rcq_cli.reports._header import header
-    from rcq_cli.reports.paired import REPORT
-    from rcq_cli.shell import SCHEMA, Result
+    from rcq_cli.shell import SCHEMA
 
-    contract = contract_of(readers)
-    document = {
+    return {
         "schema": SCHEMA,
         "command": "compare",
-        "contract": contract,
+        "contract": contract_of(readers),
+        "contracts": judged.contracts,
         "run": one_of(str(reader.folder) for reader in readers),
         "cells": judged.cells,
         "pairs": judged.pairs,
+        "baseline": judged.baseline,
         "gate": judged.gate.to_json(),
+        "warnings": list(judged.warnings),
         "exit_code": code,
     }
-    records = [_with_pair(cell, judged.pairs) for cell in judged.cells]
+
+
+def _answer(shell: Shell, readers: Sequence[RunReader], document: dict[str, Json]) -> None:
+    from rcq_cli.reports._header import header
+    from rcq_cli.reports.markdown import REPORT as markdown
+    from rcq_cli.reports.paired import REPORT as paired
+    from rcq_cli.shell import Result
+
+    top = header(readers[0].contract, document["contract"])
     shell.answer(
         Result(
             document,
-            lambda: (header(readers[0].contract, contract), *REPORT.tables(document)),
-            records,
+            lambda: (top, *paired.tables(document)),
+            [_with_pair(cell, document["pairs"]) for cell in document["cells"]],
+            lambda: (top, *markdown.tables(document)),
         )
     )
 

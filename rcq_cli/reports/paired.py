@@ -55,7 +55,28 @@ class Paired:
             _block([c for c in cells if _at(c, place)], [p for p in pairs if _at(p, place)])
             for place in places
         ]
-        return (*blocks, _gate(document))
+        return (*_banner(document), *blocks, *closing(document))
+
+
+def closing(document: Mapping[str, Json]) -> tuple[Table, ...]:
+    """Return what stands below the cells: the baseline where there is one, then the gate."""
+    held = document.get("baseline")
+    return (*((_baseline(held),) if held else ()), _gate(document))
+
+
+def pair_title(pair: Mapping[str, Json]) -> str:
+    """Return `niah@8k naive`."""
+    return f"{_columns.place(pair)} {pair['candidate']}"
+
+
+def _banner(document: Mapping[str, Json]) -> tuple[Table, ...]:
+    """Say above everything that runs of different contracts are compared."""
+    held = (document.get("baseline") or {}).get("pairs", ())
+    lifted = [pair_title(p) for p in (*document["pairs"], *held) if p.get("lifted")]
+    if not lifted:
+        return ()
+    title = "DIFFERENT CONTRACTS (--allow-mismatch): the differences below can fail, nothing can pass"
+    return (Table(title, (), (), (f"in {', '.join(dict.fromkeys(lifted))}",)),)
 
 
 def _at(record: Mapping[str, Json], place: tuple[str, int | None]) -> bool:
@@ -66,7 +87,7 @@ def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Jso
     by_mode = {pair["candidate"]: pair for pair in pairs}
     reference = next((pair["reference"] for pair in pairs), cells[0]["mode"])
     rows = tuple(_row(cell, by_mode.get(cell["mode"]), cell["mode"] == reference) for cell in cells)
-    notes = [f"{pair['candidate']}: {'; '.join(told)}" for pair in pairs if (told := _reasons(pair))]
+    notes = [f"{pair['candidate']}: {'; '.join(told)}" for pair in pairs if (told := reasons(pair))]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _distance(cell))]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _columns.engaged(cell))]
     notes += [f"{cell['mode']}: run is {cell['status']}" for cell in cells if cell["status"] != "complete"]
@@ -137,18 +158,56 @@ def _ratio(pair: Mapping[str, Json]) -> Cell:
     return entry(ratio, "" if ratio is None else f"{ratio:.2f}x")
 
 
-def _reasons(pair: Mapping[str, Json]) -> list[str]:
-    reasons = [str(reason) for reason in pair.get("reasons", ())]
+def reasons(pair: Mapping[str, Json]) -> list[str]:
+    """Return what stands behind the verdict of a pair, a sentence each."""
+    told = [str(reason) for reason in pair.get("reasons", ())]
     # a label that a reason spells out needs no line of its own
-    labels = [label for label in pair.get("labels", ()) if not any(label in r for r in reasons)]
+    labels = [label for label in pair.get("labels", ()) if not any(label in r for r in told)]
     if pair.get("verdict") == "pass":
         # few flips are what a pass is made of; only an undecided test is short of them
         labels = [label for label in labels if not label.startswith("underpowered")]
-    reasons = labels + reasons
+    told = labels + told
     planned, n = pair.get("n_planned"), pair.get("n")
     if planned is not None and n is not None and n < planned:
-        reasons.append(f"{n} of {planned} planned samples are paired")
-    return reasons
+        told.append(f"{n} of {planned} planned samples are paired")
+    return told + _noise(pair.get("noise_floor"))
+
+
+def _noise(floor: Mapping[str, Json] | None) -> list[str]:
+    """Say how the candidate's flips compare with those of a second run of the reference."""
+    if not floor:
+        return []
+    if not floor["n"]:
+        return [f"noise floor: {floor['reason']}"]
+    ends = interval(floor["excess_ci"], sign=True)
+    text = (
+        f"noise floor: the reference flips {decimal(floor['reference_flip_rate'])} against itself, this mode "
+        f"{decimal(floor['candidate_flip_rate'])}; excess {decimal(floor['excess'], sign=True)} {ends}"
+    )
+    return [text + "".join(f", {label}" for label in floor["labels"])]
+
+
+_BASELINE_COLUMNS = (
+    Column("against the baseline"),
+    Column("was", right=True),
+    Column("is", right=True),
+    Column("difference [95%]"),
+    Column("flips"),
+    Column("verdict"),
+)
+
+
+def _baseline(held: Mapping[str, Json]) -> Table:
+    rows = tuple(_baseline_row(pair) for pair in held["pairs"])
+    notes = [f"{pair_title(pair)}: {'; '.join(told)}" for pair in held["pairs"] if (told := reasons(pair))]
+    title = f"baseline {held['file']}, contract {held['contract'][:12]}"
+    return Table(title, _BASELINE_COLUMNS if rows else (), rows, tuple(notes))
+
+
+def _baseline_row(pair: Mapping[str, Json]) -> tuple[Cell, ...]:
+    difference, verdict, *_ = _compared(pair)
+    scores = (Cell(decimal(pair[f"{side}_score"])) for side in ("reference", "candidate"))
+    return (Cell(pair_title(pair)), *scores, difference, _flips(pair), verdict)
 
 
 def _gate(document: Mapping[str, Json]) -> Table:

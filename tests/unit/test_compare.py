@@ -42,7 +42,8 @@ def test_the_published_naive_run_is_judged_as_published(published, capsys):
 
 def test_the_document_has_the_documented_keys(published, capsys):
     document = compared(capsys, *published)
-    assert set(document) == {"schema", "command", "contract", "run", "cells", "pairs", "gate", "exit_code"}
+    always = {"schema", "command", "contract", "run", "cells", "pairs", "gate", "exit_code"}
+    assert set(document) == always | {"contracts", "baseline", "warnings"}
     assert len(document["contract"]) == 64
     assert document["run"] is None
     assert [cell["run"] for cell in document["cells"]] == list(published)
@@ -203,7 +204,7 @@ def test_every_format_is_complete(published, capsys):
     _, out, _ = ask(capsys, "compare", *published, "-o", "jsonl")
     assert [json.loads(line)["mode"] for line in out.splitlines()] == ["dense", "naive"]
     _, out, _ = ask(capsys, "compare", *published, "-o", "md")
-    assert "| naive | 0.080" in out
+    assert "| 8k | naive | 0.390 | 0.080 | -0.310 [-0.406, -0.228] | 31/0 | 0.310 | 31 |" in out
     assert "FAIL (expected)" in out
 
 

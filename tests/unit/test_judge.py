@@ -7,7 +7,8 @@ import random
 import pytest
 
 from rcq_cli.errors import SpecError
-from rcq_cli.judge import add_costs, finish_pairs, judge, judge_cell, noise_floor
+from rcq_cli.judge import add_costs, finish_pairs, judge, judge_cell
+from rcq_cli.noise import noise_floor
 from rcq_cli.pairing import PairSpec
 
 SECTION_13 = {
