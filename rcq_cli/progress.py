@@ -15,6 +15,8 @@ FIRST_S = 4.0
 """Seconds until the first heartbeat line; the promise is at most five."""
 EVERY_S = 30.0
 """Seconds between two heartbeat lines."""
+CONTROLS = " controls "
+"""What the name of a cell holds while its controls are answered."""
 
 
 class Progress(Protocol):
@@ -54,28 +56,38 @@ class State:
     tokens_per_s: float | None = None
     errors: int = 0
     started: float = 0.0
+    first: float | None = None
+    """When the first sample was finished; what came before (loading, compiling) happens once."""
     finished: dict[str, int] = field(default_factory=dict)
-    """Samples finished per cell."""
+    """Samples finished per cell; controls are not part of the plan."""
     resumed: dict[str, int] = field(default_factory=dict)
     """Samples that were already there when a cell was first heard of; they took no time."""
 
     def take(
-        self, cell: str, done: int, total: int, score: float | None, tokens_per_s: float | None, errors: int
+        self,
+        now: float,
+        cell: str,
+        done: int,
+        total: int,
+        score: float | None,
+        tokens_per_s: float | None,
+        errors: int,
     ) -> None:
         """Remember an update; a first one of several samples tells that earlier ones were resumed."""
-        self.resumed.setdefault(cell, max(done - 1, 0))
-        self.finished[cell] = done
+        if CONTROLS not in cell:
+            self.resumed.setdefault(cell, max(done - 1, 0))
+            self.finished[cell] = done
+            self.first = now if self.first is None else self.first
         self.cell, self.done, self.total = cell, done, total
         self.score, self.tokens_per_s, self.errors = score, tokens_per_s, errors
 
     def eta_s(self, now: float) -> float | None:
-        """Seconds left at the pace so far; None before the first sample and without a known total."""
-        resumed = sum(self.resumed.values())
-        worked = sum(self.finished.values()) - resumed
-        left = self.planned - sum(self.finished.values())
-        if worked <= 0 or left < 0:
+        """Seconds left at the pace since the first sample; None before the second one."""
+        done = sum(self.finished.values())
+        worked, left = done - sum(self.resumed.values()) - 1, self.planned - done
+        if self.first is None or worked <= 0 or left <= 0:
             return None
-        return (now - self.started) / worked * left
+        return (now - self.first) / worked * left
 
     def line(self, now: float) -> str:
         """Return `eval 00:03:30 niah 41/100 certified T=8192 12.3 tok/s eta 04:58 errors 0`."""
@@ -152,7 +164,7 @@ class Heartbeat:
         errors: int = 0,
     ) -> None:
         """Keep what the next line will say."""
-        self._state.take(cell, done, total, score, tokens_per_s, errors)
+        self._state.take(self._clock(), cell, done, total, score, tokens_per_s, errors)
 
     def note(self, text: str) -> None:
         """Print `text` now."""
@@ -225,8 +237,9 @@ class Bar:
         if self._live is None:
             return
         state = self._state
-        state.take(cell, done, total, score, tokens_per_s, errors)
-        eta = state.eta_s(self._clock())
+        now = self._clock()
+        state.take(now, cell, done, total, score, tokens_per_s, errors)
+        eta = state.eta_s(now)
         figures = [f"{done}/{total}", "" if score is None else f"score {score:.3f}"]
         figures += ["" if eta is None else f"eta {duration(eta)}", f"errors {errors}" if errors else ""]
         self._live.update(

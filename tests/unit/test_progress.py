@@ -15,22 +15,32 @@ TERMINAL = View(width=80, color=False, glyphs=Glyphs(), terminal=True)
 def test_the_line_is_the_documented_one():
     state = State(title="eval", planned=100, started=0.0)
     for done in range(1, 42):
-        state.take("niah certified T=8192", done, 100, None, 12.3, 0)
-    # 41 samples in 210 s leave 59 at 5.122 s each: 302 s
-    assert state.line(210.0) == "eval 00:03:30 niah 41/100 certified T=8192 12.3 tok/s eta 05:02 errors 0"
+        state.take(10.0 + 5 * (done - 1), "niah certified T=8192", done, 100, None, 12.3, 0)
+    # 40 samples in 200 s, loading left out, leave 59 at 5 s each: 295 s
+    assert state.line(210.0) == "eval 00:03:30 niah 41/100 certified T=8192 12.3 tok/s eta 04:55 errors 0"
 
 
 def test_resumed_samples_take_no_time_in_the_estimate():
     state = State(title="eval", planned=100, started=0.0)
-    state.take("niah certified", 51, 100, 1.0, None, 0)
-    assert state.eta_s(10.0) == pytest.approx(490.0)
+    state.take(10.0, "niah certified", 51, 100, 1.0, None, 0)
+    assert state.eta_s(10.0) is None
+    state.take(20.0, "niah certified", 52, 100, 1.0, None, 0)
+    assert state.eta_s(20.0) == pytest.approx(480.0)
 
 
 def test_the_estimate_covers_all_cells_not_the_current_one():
     state = State(title="compare", planned=20, started=0.0)
     for cell in ("niah dense", "niah naive"):
         for done in range(1, 6):
-            state.take(cell, done, 10, None, None, 0)
+            state.take(1.0 if cell == "niah dense" else 10.0, cell, done, 10, None, None, 0)
+    assert state.eta_s(10.0) == pytest.approx(10.0)
+
+
+def test_controls_are_no_part_of_the_estimate():
+    state = State(title="compare", planned=20, started=0.0)
+    for done in range(1, 11):
+        state.take(float(done), "niah dense T=1024", done, 10, None, None, 0)
+        state.take(float(done), "niah controls dense T=1024", 10, 10, None, None, 0)
     assert state.eta_s(10.0) == pytest.approx(10.0)
 
 
