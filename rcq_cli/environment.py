@@ -80,8 +80,13 @@ def source_state() -> dict[str, Any]:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
+        # without the flag a status refreshes the index, and a git that is killed leaves its lock behind
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
+            ["git", "--no-optional-locks", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

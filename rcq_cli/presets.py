@@ -55,6 +55,8 @@ class Flags:
     audit: float | None = None
     out: str | None = None
     executor: str | None = None
+    workers: int | None = None
+    address: str | None = None
     shard: str | None = None
     keep_prompts: bool = False
     mode_options: tuple[str, ...] = ()
@@ -75,6 +77,10 @@ class Plan(NamedTuple):
     notes: tuple[str, ...]
     out: Path
     executor: str
+    workers: int | None = None
+    """Processes of an executor that has several; None for its own choice."""
+    address: str | None = None
+    """Cluster that an executor joins; None for this machine."""
 
 
 class Chosen(NamedTuple):
@@ -118,8 +124,14 @@ class _Resolver:
             for ctx in self._contexts(task, full):
                 batches.append(tuple(self._spec(task, full, ctx, mode) for mode in labels))
         self._check_flag_options(batches)
+        workers = self.pick("workers").value
         return Plan(
-            tuple(batches), tuple(self.notes), Path(self.pick("out").value), self.pick("executor").value
+            tuple(batches),
+            tuple(self.notes),
+            Path(self.pick("out").value),
+            self.pick("executor").value,
+            None if workers is None else _whole(workers, "workers"),
+            self.pick("address").value,
         )
 
     def pick(self, name: str) -> Chosen:

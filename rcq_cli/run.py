@@ -1,7 +1,5 @@
 """Run specs to records: where task, engine and store meet; modes of a batch share prompts and prefills."""
 
-import gc
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rcq_cli import contract, environment, identity, records
+from rcq_cli.desk import Desk, status_of
 from rcq_cli.errors import BrokenRun, NotComparable, RcqError, SpecError, UnsupportedHere
 from rcq_cli.files import read_json, write_json
 from rcq_cli.finish import finish_run, write_contract
@@ -22,9 +21,6 @@ from rcq_cli.spec import RunSpec
 from rcq_cli.store import ERROR, INTERRUPTED, STARTED, RunWriter, last_by_key
 from rcq_cli.telemetry import host
 
-NAN_ID = "RCQ-RUN-NAN"
-"""Id of the `BrokenRun` an engine raises for logits that are not finite."""
-
 
 class Bench(NamedTuple):
     """A model and the engine that runs it."""
@@ -32,6 +28,8 @@ class Bench(NamedTuple):
     loaded: Loaded
     engine: Any
     """`rcq_cli.engine.decoder.Engine`, or `rcq_cli.engine.model_free.TaskEngine`."""
+    remote: Any = None
+    """Where the model is in other processes: `desk(batch)` answers as `Desk`, `environment` is theirs."""
 
 
 EngineFor = Callable[[RunSpec], Bench]
@@ -85,9 +83,16 @@ def run_batch(batch: Batch, folders: Sequence[Path], engine_for: EngineFor, prog
         bench = engine_for(batch[0])
         host.reset_peak()
         check(batch, bench.loaded)
-        found = environment.collect(identity.device_of(bench.loaded))
-        arms = [_Arm.open(*pair, bench, found) for pair in zip(batch, writers, strict=True)]
-        work = _Work(batch[0], bench, arms, progress)
+        far = bench.remote
+        found = far.environment if far else environment.collect(identity.device_of(bench.loaded))
+        arms = [_Arm.open(i, *pair, bench, found) for i, pair in enumerate(zip(batch, writers, strict=True))]
+        work = _Work(
+            batch[0],
+            bench,
+            arms,
+            progress,
+            far.desk(batch) if far else Desk(bench.engine, batch, modes_of(batch)),
+        )
         try:
             work.samples()
             work.controls()
@@ -101,13 +106,29 @@ def run_batch(batch: Batch, folders: Sequence[Path], engine_for: EngineFor, prog
             arm.finish(bench)
 
 
+class Turn(NamedTuple):
+    """A sample and the arms it concerns."""
+
+    part: str
+    sample: Sample
+    rows: tuple[tuple["_Arm", Row, bool], ...]
+    """Each arm with the unanswered row, and whether it has to be answered."""
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Return the numbers of the specs that a model has to answer."""
+        return tuple(
+            arm.number for arm, row, missing in self.rows if missing and not _unfit(self.sample, row)
+        )
+
+
 @dataclass(slots=True)
 class _Arm:
     """One mode of a batch: its spec, its folder, what it has answered."""
 
+    number: int
+    """Place of the spec in its batch."""
     spec: RunSpec
-    mode: Mode
-    options: Any
     writer: RunWriter
     facts: TaskFacts
     fields: dict[str, Any]
@@ -123,16 +144,17 @@ class _Arm:
     scores: list[float] = field(default_factory=list)
 
     @classmethod
-    def open(cls, spec: RunSpec, writer: RunWriter, bench: Bench, found: Mapping[str, Any]) -> "_Arm":
+    def open(
+        cls, number: int, spec: RunSpec, writer: RunWriter, bench: Bench, found: Mapping[str, Any]
+    ) -> "_Arm":
         """Write contract and environment (`found`), or check the contract that is there."""
         task, mode = TASKS.load(spec.task_name), MODES.load(spec.mode_name)
         task_options = identity.task_options(task, spec, bench.loaded)
         known = identity.begun(spec, task, task_options, bench.loaded, bench.engine)
         known |= environment.contract_fields(found)
         arm = cls(
+            number=number,
             spec=spec,
-            mode=mode,
-            options=parse_options(mode.Options, spec.mode_options, f"option of mode {spec.mode_name}"),
             writer=writer,
             facts=identity.facts(spec, task, mode, bench.loaded),
             fields=known,
@@ -227,10 +249,10 @@ class _Work:
     bench: Bench
     arms: list[_Arm]
     progress: Progress
+    desk: Any
+    """`Desk`, or what stands for it where the model is elsewhere."""
     task: Task = field(init=False)
     options: Any = field(init=False)
-    prefill_ids: tuple[int, ...] = ()
-    prefill: Any = None
 
     def __post_init__(self) -> None:
         self.task = TASKS.load(self.spec.task_name)
@@ -238,22 +260,22 @@ class _Work:
 
     def samples(self) -> None:
         """Answer the scored samples."""
-        for part, sample in self._drawn(self.task.samples):
-            if self.spec.takes(sample.index):
-                for arm, row, missing in self._rows(part, sample, self.arms):
-                    if missing:
-                        self._store(arm, sample, row)
-                    arm.count(row["key"])
-                    if missing:
-                        self._tell(arm, part)
+        turns = (self._turn(*drawn) for drawn in self._drawn(self.task.samples))
+        for part, sample, rows in self.desk.ahead(turns):
+            for arm, row, missing in rows:
+                if missing:
+                    self._store(arm, sample, row)
+                arm.count(row["key"])
+                if missing:
+                    self._tell(arm, part)
 
     def controls(self) -> None:
         """Answer the control samples: without a needle in the reference alone, the others in every mode."""
         if not self.spec.controls:
             return
-        for part, sample in self._drawn(self.task.controls):
-            arms = self.arms[:1] if sample.control == "no-needle" else self.arms
-            for arm, row, missing in self._rows(part, sample, arms):
+        turns = (self._turn(*drawn) for drawn in self._drawn(self.task.controls))
+        for part, sample, rows in self.desk.ahead(turns):
+            for arm, row, missing in rows:
                 if missing:
                     self._store(arm, sample, row)
                 arm.control_keys.append(row["key"])
@@ -264,27 +286,30 @@ class _Work:
         for part in identity.task_parts(self.task, self.spec):
             request = TaskRequest(part, self.spec.ctx or 0, self.spec.samples, self.spec.seed, self.options)
             for sample in source(request, self.bench.loaded.tokenizer):
-                yield part, sample
+                if sample.control is not None or self.spec.takes(sample.index):
+                    yield part, sample
 
-    def _rows(self, part: str, sample: Sample, arms: Sequence[_Arm]) -> Iterator[tuple[_Arm, Row, bool]]:
-        """Yield each arm with the unanswered row of this sample, and whether the arm lacks it."""
+    def _turn(self, part: str, sample: Sample) -> Turn:
+        """Return each arm with the unanswered row of this sample, and whether the arm lacks it."""
+        arms = self.arms[:1] if sample.control == "no-needle" else self.arms
         row = records.sample_row("", part, sample, self.spec.ctx)
         if self.spec.keep_prompts:
             row["prompt"] = self.bench.loaded.tokenizer.decode(sample.prompt_ids)
+        rows = []
         for arm in arms:
             if not arm.writer.complete:
                 mine = row | {"key": records.row_key(arm.begun_hash, arm.mode_hash, sample.sample_id)}
-                yield arm, mine, arm.lacks(mine)
+                rows.append((arm, mine, arm.lacks(mine)))
+        return Turn(part, sample, tuple(rows))
 
     def _store(self, arm: _Arm, sample: Sample, row: Row) -> None:
-        floor = sample.meta.get("fill_floor")
-        if sample.control is None and floor is not None and row["fill_ratio"] < floor:
-            what = f"the prompt fills {row['fill_ratio']:.3f} of its budget, below {floor:.3f}"
-            arm.keep(records.failed(row, "error", what), None)
+        if unfit := _unfit(sample, row):
+            arm.keep(records.failed(row, "error", unfit), None)
             return
         decoded: Decoded | None = None
         try:
-            decoded = self._decode(arm, sample)
+            decoded = self.desk.answer(arm.number, sample)
+            assert decoded is not None
             row = records.answered(row, decoded, self.task.score(sample, decoded.completion))
         except Exception as error:
             if isinstance(error, RcqError) and not isinstance(error, BrokenRun):
@@ -294,42 +319,14 @@ class _Work:
             row = row | {"steps": False}
         arm.keep(row, decoded)
 
-    def _decode(self, arm: _Arm, sample: Sample) -> Decoded:
-        """Return the answer; samples of one context, and the modes of a batch, share one prefill."""
-        engine = self.bench.engine
-        ids = tuple(sample.prompt_ids[: sample.context_len])
-        if self.prefill is None or ids != self.prefill_ids:
-            self.prefill = None  # let go of the old one before the new one is made
-            self.prefill = self._prefilled(sample, ids)
-            self.prefill_ids = ids
-        if sample.targets and arm.spec.mode_name != "dense" and self._dense_beside(sample):
-            engine.add_reference(self.prefill, sample)
-        audit = arm.spec.audit if sample.control is None else 0.0
-        decoded: Decoded = engine.decode(self.prefill, sample, arm.mode, arm.options, audit=audit)
-        return decoded
-
-    def _prefilled(self, sample: Sample, ids: tuple[int, ...]) -> Any:
-        modes = [(each.mode, each.options) for each in self.arms]
-        if sample.meta.get("pooled"):
-            return self.bench.engine.prefill(ids, modes, score_prompt=True)
-        return self.bench.engine.prefill(ids, modes)
-
-    def _dense_beside(self, sample: Sample) -> bool:
-        """Say whether predictions are compared with the dense model's: it is in the batch, or asked for.
-
-        A batch is compared whatever was answered before, so that a resumed run has the same rows.
-        """
-        return sample.meta.get("shadow") == "dense" or any(arm.spec.mode_name == "dense" for arm in self.arms)
-
     def _failed(self, arm: _Arm, row: Row, error: Exception) -> Row:
         """Return the row of a sample that raised; where it raised goes to telemetry."""
-        status = _status(error)
+        status = status_of(error)
         text = "".join(traceback.format_exception(error))
         arm.writer.append_telemetry({"kind": "traceback", "key": row["key"], "text": text})
         if status == "oom":
-            self.prefill, self.prefill_ids = None, ()
             error.__traceback__ = None
-            _release()
+            self.desk.release()
         return records.failed(row, status, f"{type(error).__name__}: {error}")
 
     def _tell(self, arm: _Arm, part: str, what: str = "") -> None:
@@ -347,19 +344,19 @@ class _Work:
         )
 
 
-def _status(error: Exception) -> str:
-    """Return what a sample's exception means: `nan`, `oom` or `error`."""
-    if isinstance(error, BrokenRun):
-        return "nan" if error.id == NAN_ID else "error"
-    # torch says so in the class on a GPU and in the text on a CPU
-    text = f"{type(error).__name__} {error}".lower()
-    short = isinstance(error, MemoryError) or "outofmemory" in text or "can't allocate memory" in text
-    return "oom" if short else "error"
+def modes_of(batch: Batch) -> list[tuple[Mode, Any]]:
+    """Return mode and options of every spec."""
+    modes = [MODES.load(spec.mode_name) for spec in batch]
+    nouns = [f"option of mode {spec.mode_name}" for spec in batch]
+    return [
+        (mode, parse_options(mode.Options, spec.mode_options, noun))
+        for mode, spec, noun in zip(modes, batch, nouns, strict=True)
+    ]
 
 
-def _release() -> None:
-    """Give back what a sample that ran out of memory held."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def _unfit(sample: Sample, row: Row) -> str:
+    """Return why a sample is not worth an answer, nothing for one that is."""
+    floor = sample.meta.get("fill_floor")
+    if sample.control is not None or floor is None or row["fill_ratio"] >= floor:
+        return ""
+    return f"the prompt fills {row['fill_ratio']:.3f} of its budget, below {floor:.3f}"

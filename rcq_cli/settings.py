@@ -12,7 +12,7 @@ from rcq_cli.registry import did_you_mean
 _SHARED = ("model", "tasks", "ctx", "mode", "modes", "samples", "seed", "backend", "device", "dtype", "audit")
 _OPTIONS = ("task_options", "mode_options")
 PRESET_KEYS = ("summary", "needs", *_SHARED, *_OPTIONS)
-FILE_KEYS = ("preset", "out", "executor", *_SHARED, *_OPTIONS)
+FILE_KEYS = ("preset", "out", "executor", "workers", "address", *_SHARED, *_OPTIONS)
 
 
 def preset_names() -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,9 @@ UNITS = {
     "paged_bytes": "bytes of the layer, the same for its heads",
 }
 """Every array of `StepArrays` with its unit, in the order of the Parquet columns."""
+
+_FLAGS = ("violated", "exact")
+_FLOATS = tuple(name for name in UNITS if name.endswith(("_bound", "_norm", "_error")))
 
 ROW_GROUP_STEPS = 1000
 
@@ -171,14 +175,34 @@ def read_parquet(path: Path) -> "pa.Table":
         found = pq.read_table(path, page_checksum_verification=True)
     except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
         raise _unreadable(path, " ".join(str(error).split())[:300]) from error
-    columns = {field.name: field.type for field in found.schema}
-    for name in ("step", "layer", "head", *UNITS):
-        kind = columns.get(name, pa.null())
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-            raise _unreadable(path, f"column {name!r} is missing or holds no numbers")
-    if "sample_id" not in columns:
-        raise _unreadable(path, "column 'sample_id' is missing")
+    if why := _no_certificates(found):
+        raise _unreadable(path, why)
     return found
+
+
+def _no_certificates(rows: "pa.Table") -> str:
+    """Return why a table is not one of certificates: a column of another kind, or a step left out."""
+    import pyarrow.types as kinds
+
+    for name in ("sample_id", "step", "layer", "head", *UNITS):
+        if name not in rows.column_names:
+            return f"column {name!r} is missing"
+        column = rows[name]
+        fits = (
+            kinds.is_floating if name in _FLOATS else kinds.is_boolean if name in _FLAGS else kinds.is_integer
+        )
+        if not (fits(column.type) if name != "sample_id" else kinds.is_string(column.type)):
+            return f"column {name!r} holds {column.type}"
+        if column.null_count and name != "true_error":
+            return f"column {name!r} has nulls"
+    axes = ("step", "layer", "head")
+    counted = rows.group_by("sample_id").aggregate(
+        [*((name, "count_distinct") for name in axes), ("step", "count")]
+    )
+    for sample in counted.to_pylist():
+        if sample["step_count"] != math.prod(sample[f"{name}_count_distinct"] for name in axes):
+            return f"sample {sample['sample_id']!r} lacks steps, layers or heads"
+    return ""
 
 
 def _unreadable(path: Path, why: str) -> BrokenRun:

@@ -1,6 +1,9 @@
 """Run folders: an append-only writer that survives a kill, and a reader that needs no torch."""
 
+import errno
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -50,17 +53,29 @@ def new_folder(out: Path, spec: RunSpec, now: datetime | None = None) -> Path:
         raise SpecError(f"--out {str(out)!r} is a file", fix="name a folder", id="RCQ-USE-11")
     with disk(out):
         out.mkdir(parents=True, exist_ok=True)
-        while True:
-            folder = out / "-".join(
-                (now.strftime("%Y%m%dT%H%M%SZ"), _safe(spec.task_title), _safe(spec.mode), spec.digest()[:8])
-            )
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:
-                now += timedelta(seconds=1)
-    write_json(folder / "spec.json", {"schema": SCHEMA, **spec.to_json(), "digest": spec.digest()})
-    return folder
+        draft = Path(tempfile.mkdtemp(prefix=".new-", dir=out))
+    try:
+        write_json(draft / "spec.json", {"schema": SCHEMA, **spec.to_json(), "digest": spec.digest()})
+        with disk(out):
+            draft.chmod(0o755)
+            return _named(draft, out, spec, now)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _named(draft: Path, out: Path, spec: RunSpec, now: datetime) -> Path:
+    """Give a draft the name of a run: a kill leaves a hidden draft, never a folder without its spec."""
+    while True:
+        folder = out / "-".join(
+            (now.strftime("%Y%m%dT%H%M%SZ"), _safe(spec.task_title), _safe(spec.mode), spec.digest()[:8])
+        )
+        try:
+            return draft.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            now += timedelta(seconds=1)
 
 
 def find_unfinished(out: Path, spec: RunSpec) -> Path | None:

@@ -64,6 +64,18 @@ TaskOption = Annotated[
 Executor = Annotated[
     str | None, typer.Option("--executor", metavar="NAME", help="Who runs the cells. [default: local]")
 ]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        help="Processes of --executor ray, each with the model. [default: one per GPU, two on a CPU]",
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option("--address", metavar="HOST:PORT", help="A Ray cluster for --executor ray; auto finds one."),
+]
 Out = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Where run folders go. [default: runs]")
 ]
@@ -110,6 +122,8 @@ FLAG_NAMES = (
     "audit",
     "out",
     "executor",
+    "workers",
+    "address",
     "shard",
     "keep_prompts",
     "mode_option",
@@ -186,6 +200,8 @@ def flags_of(modes: tuple[str, ...] = (), **given: Any) -> Flags:
         audit=share_of(given.get("audit"), "--audit"),
         out=given.get("out"),
         executor=given.get("executor"),
+        workers=whole(given.get("workers"), "--workers", 1),
+        address=given.get("address"),
         shard=given.get("shard"),
         keep_prompts=bool(given.get("keep_prompts")),
         mode_options=tuple(given.get("mode_option") or ()),

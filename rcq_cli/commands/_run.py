@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rcq_cli.errors import BrokenRun, RcqError, UnsupportedHere
+from rcq_cli.errors import BrokenRun, CertificateViolated, RcqError, SpecError, UnsupportedHere
 from rcq_cli.progress import progress_for
 from rcq_cli.registry import Registry
 from rcq_cli.shell import Interrupted, Shell
@@ -29,12 +30,7 @@ class Limits(NamedTuple):
 
 def carry_out(shell: Shell, plan: Plan, *, resume: bool) -> tuple[Path, ...]:
     """Run every batch and return the run folders in batch and mode order; a stop names the way to go on."""
-    executor = EXECUTORS.load(plan.executor)
-    reason = executor.unsupported()
-    if reason:
-        raise UnsupportedHere(
-            f"executor {plan.executor} cannot run here", reason, "--executor local", "RCQ-ENV-01"
-        )
+    executor = _executor(plan)
     for note in plan.notes:
         shell.say(note)
     if shell.verbose:
@@ -55,6 +51,24 @@ def carry_out(shell: Shell, plan: Plan, *, resume: bool) -> tuple[Path, ...]:
     finally:
         progress.close()
     return folders
+
+
+def _executor(plan: Plan) -> Any:
+    """Return the executor of a plan, ready to run; raise `UnsupportedHere` where it cannot."""
+    executor = EXECUTORS.load(plan.executor)
+    wanted = {name: value for name in ("workers", "address") if (value := getattr(plan, name)) is not None}
+    if wanted and executor.name == "local":
+        raise SpecError(
+            f"--{next(iter(wanted))} has no meaning with executor local",
+            fix="add --executor ray, or leave it out",
+            id="RCQ-USE-02",
+        )
+    reason = executor.unsupported()
+    if reason:
+        raise UnsupportedHere(
+            f"executor {executor.name} cannot run here", reason, "--executor local", "RCQ-ENV-01"
+        )
+    return replace(executor, **wanted) if wanted else executor
 
 
 def origin_lines(plan: Plan) -> Iterable[str]:
@@ -122,7 +136,7 @@ def report_problems(shell: Shell, problems: Sequence[Mapping[str, Json]]) -> Non
 
 def _as_error(problem: Mapping[str, Json]) -> RcqError:
     if problem["code"] == 4:
-        return BrokenRun(
+        return CertificateViolated(
             problem["what"],
             "an audited error is above its proven bound: the certificate does not hold",
             "report this with the run folder; do not use the mode on this model",

@@ -61,6 +61,8 @@ def command(
     code_quality: c.CodeQualityFile = None,
     github: c.GitHub = False,
     executor: o.Executor = None,
+    workers: o.Workers = None,
+    address: o.Address = None,
     out: o.Out = None,
     resume: o.Resume = False,
     dry_run: o.DryRun = False,

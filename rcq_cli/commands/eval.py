@@ -54,6 +54,8 @@ def command(
     merge: Merge = False,
     rescore: Rescore = None,
     executor: o.Executor = None,
+    workers: o.Workers = None,
+    address: o.Address = None,
     out: o.Out = None,
     resume: o.Resume = False,
     dry_run: o.DryRun = False,

@@ -77,6 +77,8 @@ def command(
     to: To = None,
     trace_max_mib: MaxMib = "64",
     executor: o.Executor = None,
+    workers: o.Workers = None,
+    address: o.Address = None,
     out: o.Out = None,
     resume: o.Resume = False,
     dry_run: o.DryRun = False,

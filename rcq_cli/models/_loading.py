@@ -84,7 +84,7 @@ def load_pretrained(folder: str, name: str, device: str, dtype: str, **options: 
 
     place = pick_device(device)
     shared = {key: value for key, value in options.items() if key == "gguf_file"}
-    with quiet(), _explained(name):
+    with quiet(), explained(name):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **shared
         )
@@ -181,9 +181,16 @@ def kv_bytes(config: Any, ctx: int, element_bytes: int = 2) -> int:
     return 2 * heads * head_dim * element_bytes * sum(held.get(kind, 0) for kind in kinds)
 
 
+_FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
+"""What parsers raise on the files of a model that they cannot make sense of."""
+
+
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn what transformers raises while loading into an error with a fix."""
+def explained(name: str) -> Iterator[None]:
+    """Turn what transformers and the parsers below it raise while loading into an error with a fix."""
+    from pickle import UnpicklingError
+    from struct import error as StructError
+
     from safetensors import SafetensorError
 
     try:
@@ -194,11 +201,15 @@ def _explained(name: str) -> Iterator[None]:
         raise UnsupportedHere(
             f"{name} needs a package", why=_first_line(error), fix="pip install 'rcq[gguf]'", id="RCQ-ENV-02"
         ) from error
-    except (SafetensorError, RuntimeError) as error:
+    except MemoryError as error:
+        raise UnsupportedHere(
+            f"{name} does not fit into memory", _first_line(error), "use a machine with more memory", "RCQ-ENV-05"
+        ) from error
+    except (SafetensorError, RuntimeError, UnpicklingError, StructError) as error:
         raise BrokenRun(
             f"{name}: the weights cannot be read", _first_line(error), "download them again", "RCQ-MOD-03"
         ) from error
-    except (OSError, ValueError, KeyError) as error:
+    except _FAULTS as error:
         raise UnsupportedModel(
             f"unsupported model: {name}",
             why=_first_line(error),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.errors import SpecError, UnsupportedHere
-from rcq_cli.models._loading import as_loaded, files_sha256, load_pretrained, wrap_tokenizer
+from rcq_cli.models._loading import as_loaded, explained, files_sha256, load_pretrained, wrap_tokenizer
 from rcq_cli.protocols import Availability, Json, Loaded
 
 PACKAGES = ("gguf", "accelerate")
@@ -57,7 +57,8 @@ def load_file(file: Path, name: str, *, revision: str | None, device: str, dtype
     from transformers import GgufConfig
 
     with _parsed_once():
-        types = tensor_types(file)
+        with explained(name):
+            types = tensor_types(file)
         model, tokenizer = load_pretrained(
             str(file.parent),
             name,

@@ -54,17 +54,19 @@ def cached_snapshot(reference: str) -> Path | None:
 def snapshot(reference: str) -> Path:
     """Return the folder of the model's snapshot, downloaded where needed; raise `UnsupportedHere`."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     # whatever HTTP client the hub's library uses: the base class of its errors
-    http_error: Any = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    bases = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
+    http_error: Any = bases[0] if bases else HfHubHTTPError
     repository, revision = _split(reference)
     try:
         with quiet():
             folder = snapshot_download(
                 repository, revision=revision, allow_patterns=PATTERNS, ignore_patterns=DUPLICATES
             )
-    except (OSError, HFValidationError, LocalEntryNotFoundError, http_error) as error:
+    # RuntimeError: a closed client and the hub's transfer library; ValueError: an answer that is no JSON
+    except (OSError, RuntimeError, ValueError, LocalEntryNotFoundError, http_error) as error:
         raise cannot_be_had(reference, error) from error
     missing = missing_part(Path(folder))
     if missing:
