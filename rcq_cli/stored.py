@@ -94,7 +94,7 @@ PROBLEM: Mapping[str, Check] = {
 FACTS: Mapping[str, Check] = {
     **dict.fromkeys(("metric", "score_key", "dtype", "model_name", "label"), _TEXT),
     **dict.fromkeys(("higher_is_better", "constructed"), _FLAG),
-    "parts": _many(_TEXT),
+    "parts": lambda value: _many(_TEXT)(value) and bool(value),
 }
 CONTRACT: Mapping[str, Check] = {
     **dict.fromkeys(("contract_hash", "begun_hash", "mode_hash"), _TEXT),

@@ -37,8 +37,11 @@ _FIELDS = (
     *("output_type", "num_fewshot", "generation_kwargs", "metric_list", "repeats", "rcq"),
 )
 _OWN = ("context", "cluster", "opening", "samples", "margin", "minimum_ctx")
+_WHOLE, _TEXTS = ("max_gen_toks", "samples", "minimum_ctx"), ("context", "cluster", "opening")
 _GENERATION = ("max_gen_toks", "until", "do_sample", "temperature")
 _METRIC_FIELDS = ("metric", "aggregation", "higher_is_better", "ignore_case", "ignore_punctuation")
+_DEEPEST = 20
+"""Levels of nesting a task file may have."""
 _PUNCTUATION = re.compile(r"[^\w\s]")
 _MARGINS = MappingProxyType({"": 0.15, "smoke": 0.15, "ci": 0.05, "release": 0.02})
 
@@ -255,20 +258,25 @@ def read_task(path: Path) -> YamlTask:
         raise _refused(path, why, "write the task as a .py file that exposes TASK") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or number that cannot be
         raise _refused(path, str(error).replace("\n", " ")) from error
-    except RecursionError as error:
-        raise _refused(path, "it is nested too deeply") from error
     if not isinstance(found, dict):
         raise _refused(path, "it is no table of fields")
     return YamlTask(path, _checked(found, path), sha256(raw).hexdigest())
 
 
 def _plain_yaml(raw: bytes) -> Any:
-    """Return what YAML without aliases says: a few lines of nested ones expand to any size."""
+    """Return what YAML without aliases and of little depth says.
+
+    A few lines of nested aliases expand to any size, and the time to read brackets grows with their square.
+    """
     import yaml
 
+    depth = 0
     for event in yaml.parse(raw, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"alias *{event.anchor}; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
     return yaml.safe_load(raw)
 
 
@@ -286,8 +294,10 @@ def _checked(found: dict[str, Any], path: Path) -> dict[str, Any]:
     if generation.get("do_sample", False) or generation.get("temperature", 0) != 0:
         raise _refused(path, "do_sample and temperature; rcq answers greedily")
     until = generation.get("until", [])
-    generation["until"] = [until] if isinstance(until, str) else list(until)
+    generation["until"] = [until] if isinstance(until, str) else until
+    _typed(generation, path)
     own = _table(found, "rcq", _OWN, path)
+    _typed(own, path)
     for name in ("description", "doc_to_text", "doc_to_target"):
         _check_template(str(found.get(name, "")), name, path)
     _check_template(str(own.get("opening", "")), "rcq.opening", path)
@@ -300,6 +310,19 @@ def _checked(found: dict[str, Any], path: Path) -> dict[str, Any]:
         "metric_list": _metrics(found["metric_list"], path),
         "rcq": own,
     }
+
+
+def _typed(table: Mapping[str, Any], path: Path) -> None:
+    """Refuse a value of another kind than its field has."""
+    for name, value in table.items():
+        if name in _WHOLE and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise _refused(path, f"{name} is {value!r:.40}, not a whole number above 0")
+        if name in _TEXTS and not isinstance(value, str):
+            raise _refused(path, f"{name} is {value!r:.40}, not a text")
+        if name == "until" and not (isinstance(value, list) and all(isinstance(v, str) and v for v in value)):
+            raise _refused(path, "until is no text and no list of texts")
+        if name == "margin" and not (isinstance(value, int | float) and 0 < value < 1):
+            raise _refused(path, f"margin is {value!r:.40}, not a number between 0 and 1")
 
 
 def _metrics(entries: Any, path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels._rounding import round_up
 from rcq_cli.protocols import Certificate, LayerState, Step, StepArrays
 
@@ -45,6 +46,7 @@ class StepRecorder:
         if step.certificate is None:
             return
         started = time.perf_counter_ns()
+        _check_finite(index, state, query, step.certificate)
         rows = self.rows[index]
         row = {name: getattr(step.certificate, name) for name in (*_BOUNDS, *_COUNTS)}
         row["blocks"], row["paged_bytes"] = step.certificate.blocks, step.certificate.paged_bytes
@@ -79,6 +81,18 @@ class StepRecorder:
                 [[row[name] for row in self.rows[i][:steps]] for i in self.layers], dtype=np.int64
             ).T
         return StepArrays(**arrays, layers=self.layers)
+
+
+def _check_finite(index: int, state: LayerState, query: Tensor, certificate: Certificate) -> None:
+    """Raise `BrokenRun` where a bound is not finite because the model's own keys, values or query are not."""
+    if bool(torch.isfinite(certificate.total_bound).all()) or bool(torch.isfinite(state.exact(query)).all()):
+        return
+    raise BrokenRun(
+        f"layer {index}: the model made keys, values or queries that are not finite",
+        why="attention over what was stored is NaN or infinite",
+        fix="try --dtype float32",
+        id="RCQ-RUN-NAN",
+    )
 
 
 def violated(certificate: Certificate, error: Tensor) -> Tensor:

@@ -299,7 +299,7 @@ def _cause(error: Exception) -> Exception:
     if isinstance(cause, RcqError):
         return cause
     text = " ".join(str(error).split())
-    return BrokenRun("a worker could not start or answer", text[-400:], "--executor local", "RCQ-RUN-31")
+    return BrokenRun("a worker could not start or answer", text[-400:], "--executor local", "RCQ-RUN-30")
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,10 +181,6 @@ def kv_bytes(config: Any, ctx: int, element_bytes: int = 2) -> int:
     return 2 * heads * head_dim * element_bytes * sum(held.get(kind, 0) for kind in kinds)
 
 
-_FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
-"""What parsers raise on the files of a model that they cannot make sense of."""
-
-
 @contextmanager
 def explained(name: str) -> Iterator[None]:
     """Turn what transformers and the parsers below it raise while loading into an error with a fix."""
@@ -203,13 +199,16 @@ def explained(name: str) -> Iterator[None]:
         ) from error
     except MemoryError as error:
         raise UnsupportedHere(
-            f"{name} does not fit into memory", _first_line(error), "use a machine with more memory", "RCQ-ENV-05"
+            f"{name} does not fit into memory",
+            _first_line(error),
+            "use a machine with more memory",
+            "RCQ-ENV-05",
         ) from error
     except (SafetensorError, RuntimeError, UnpicklingError, StructError) as error:
         raise BrokenRun(
             f"{name}: the weights cannot be read", _first_line(error), "download them again", "RCQ-MOD-03"
         ) from error
-    except _FAULTS as error:
+    except Exception as error:  # the tokenizers library raises no class of its own, others raise any
         raise UnsupportedModel(
             f"unsupported model: {name}",
             why=_first_line(error),

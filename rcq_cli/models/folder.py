@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rcq_cli.errors import SpecError
-from rcq_cli.models._loading import as_loaded, files_sha256, load_pretrained, wrap_tokenizer
+from rcq_cli.models._loading import as_loaded, explained, files_sha256, load_pretrained, wrap_tokenizer
 from rcq_cli.protocols import Availability, Json, Loaded
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -42,15 +42,16 @@ class FolderSource:
 def load_folder(folder: Path, name: str, *, revision: str | None, device: str, dtype: str) -> Loaded:
     """Load a folder in the hub's layout under the id `name`."""
     model, tokenizer = load_pretrained(str(folder), name, device, dtype)
-    return as_loaded(
-        name,
-        model,
-        wrap_tokenizer(model, tokenizer),
-        id=name,
-        revision=revision,
-        weights_sha256=files_sha256(weight_files(folder)),
-        weight_quantisation=_quantisation(model.config),
-    )
+    with explained(name):
+        return as_loaded(
+            name,
+            model,
+            wrap_tokenizer(model, tokenizer),
+            id=name,
+            revision=revision,
+            weights_sha256=files_sha256(weight_files(folder)),
+            weight_quantisation=_quantisation(model.config),
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
