@@ -33,13 +33,14 @@ def main() -> None:
             f"  {row.ratio:.3f}  {row.full_by}"
         )
     means = f"full {found.full_ms:.3f} ms, sparse {found.sparse_ms:.3f} ms, ratio {found.ratio:.3f}"
-    print(f"geometric mean: {means}")
+    print(f"geometric mean: {means}; ratio of summed times {found.ratio_of_sums:.3f}")
     if args.json:
         record = {
             "kept_share": args.kept,
             "active_share": args.active,
             "steps": args.steps,
             "latency_ratio": found.ratio,
+            "ratio_of_sums": found.ratio_of_sums,
             "lengths": [row._asdict() | {"ratio": row.ratio} for row in found.lengths],
             "environment": collect("cpu"),
         }

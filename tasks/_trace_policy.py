@@ -203,11 +203,12 @@ def _certified(
     wrong = int(not error <= found.bound) + int(not found.mass[0] <= lost <= found.mass[1])
     return figures | {
         "certified_relative_bound": found.bound / float(found.output.norm()),
+        **({"certified_mass_ratio": found.mass[1] / float(lost)} if lost > 0 else {}),
         "bound_violations": figures["bound_violations"] + wrong,
     }
 
 
-_MEDIANS = ("bound_tightness", "certified_relative_bound")
+_MEDIANS = ("bound_tightness", "certified_relative_bound", "certified_mass_ratio")
 _SUMS = ("bound_violations",)
 
 

@@ -25,6 +25,7 @@ from rcq_cli.engine.hook import (
 )
 from rcq_cli.engine.recorder import StepRecorder
 from rcq_cli.engine.scoring import Reference, TargetScores, prompt_nll
+from rcq_cli.engine.turns import watching_turns
 from rcq_cli.errors import BrokenRun, UnsupportedHere
 from rcq_cli.protocols import (
     Completion,
@@ -131,7 +132,7 @@ class Engine:
         self.hook.on_step = recorder.record
         self.hook.last_row_only = False
         steps = _Steps(self.model, cache, recorder, follow_anew(states))
-        with attached(self.model, self.hook):
+        with attached(self.model, self.hook), watching_turns(self.model, self.layers, steps.stages):
             if sample.targets:
                 completion = self._forced(prefill, sample, steps, reference=mode.name == REFERENCE)
             else:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.statistics import Statistics
+from rcq_cli.certify.exact import as_groups
 from rcq_cli.modes._budget import BudgetOptions
 from rcq_cli.modes._tiered import check_range
 from rcq_cli.recas import selector, utility
@@ -117,6 +118,22 @@ class TokenHistory:
     def nbytes(self) -> int:
         """Return the bytes held."""
         return self.attention.nbytes + self.born.nbytes
+
+
+def static_scores(
+    history: TokenHistory, seen: Statistics, keys: Tensor, weights: utility.Weights, links: Tensor
+) -> Tensor:
+    """Return the utility of every token at the end of a prompt, float64 `[Hkv, T]`; starts `history`.
+
+    The newest query is the present one, the last rows are the first steps; `links` is g, `[Hkv, T]`. The
+    first eviction of every mode of RECAS goes by it, and the only one of `topscore`.
+    """
+    history.start(seen, keys)
+    query = as_groups(seen.queries[:, -1], keys.shape[0])
+    scores = (query @ keys.double().transpose(1, 2)).mean(1) * seen.scale
+    index = torch.arange(keys.shape[1], device=keys.device).expand(keys.shape[0], -1)
+    hits = history.signal(index, keys.shape[1]).double()
+    return utility.utility(utility.compatibility(scores), hits, links.double(), weights)
 
 
 def stage_signal(stages: StageTracker | None, index: Tensor) -> Tensor:

@@ -16,7 +16,14 @@ from rcq_cli.cache.statistics import Statistics, one_row
 from rcq_cli.certify.exact import as_groups, exact_attention, store
 from rcq_cli.modes._budget import token_bytes
 from rcq_cli.modes._evicting import gathered
-from rcq_cli.modes._recas import EVICT_EVERY, PROMPT_ROWS, RecasOptions, TokenHistory, stage_signal
+from rcq_cli.modes._recas import (
+    EVICT_EVERY,
+    PROMPT_ROWS,
+    RecasOptions,
+    TokenHistory,
+    stage_signal,
+    static_scores,
+)
 from rcq_cli.modes._tiered import check_range
 from rcq_cli.protocols import Engagement, Geometry, LayerBytes, Needs, Step
 from rcq_cli.recas import selector, utility
@@ -124,11 +131,8 @@ class RecasLayer:
 
     def _judge(self, seen: Statistics) -> None:
         """Evict for the first time, with the newest query as the present one."""
-        keys = self.kept[0].rows
-        self.history.start(seen, keys)
-        query = as_groups(seen.queries[:, -1], self.geometry.kv_heads)
-        scores = (query @ keys.double().transpose(1, 2)).mean(1) * self.geometry.scale
-        self._evict(self._worth(scores))
+        links = stage_signal(self.stages, self._index())
+        self._evict(static_scores(self.history, seen, self.kept[0].rows, self.options.weights(), links))
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add the `[Hkv, D]` key and value of one token."""

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.statistics import Statistics
-from rcq_cli.certify.exact import as_groups
 from rcq_cli.modes._budget import BudgetOptions
 from rcq_cli.modes._evicting import EvictingLayer, checked, ends
-from rcq_cli.modes._recas import DEFAULT_FRACTION, PROMPT_ROWS, TokenHistory
+from rcq_cli.modes._recas import DEFAULT_FRACTION, PROMPT_ROWS, TokenHistory, static_scores
 from rcq_cli.modes._tiered import check_range
 from rcq_cli.protocols import Geometry, Needs
 from rcq_cli.recas import selector, utility
@@ -74,19 +73,10 @@ class TopScoreLayer(EvictingLayer):
     def _worth(self, seen: Statistics) -> Tensor:
         """Return the utility of every token of the prompt, float64 `[Hkv, T]`, without stages."""
         keys = self.keys.rows
-        heads, tokens = keys.shape[:2]
-        history = TokenHistory(heads)
-        history.grow(tokens)
-        history.start(seen, keys)
-        query = as_groups(seen.queries[:, -1], heads)
-        scores = (query @ keys.double().transpose(1, 2)).mean(1) * self.geometry.scale
-        index = torch.arange(tokens, device=keys.device).expand(heads, -1)
-        return utility.utility(
-            utility.compatibility(scores),
-            history.signal(index, tokens).double(),
-            torch.zeros_like(scores),
-            utility.Weights(self.options.alpha, self.options.beta, 0.0),
-        )
+        history = TokenHistory(keys.shape[0])
+        history.grow(keys.shape[1])
+        weights = utility.Weights(self.options.alpha, self.options.beta, 0.0)
+        return static_scores(history, seen, keys, weights, torch.zeros(keys.shape[:2]))
 
     def compress(self, row: Tensor | None) -> Tensor | None:
         """Drop the token that leaves the window."""

@@ -68,7 +68,8 @@ def joint_certificate(head: Head, read: Tensor) -> Joint:
     drift = ((centre - output).norm() + fp) * MARGIN
     split = key_split(terms, radius, drift, power_bound(gram[None])[0] * MARGIN)
     widest = 2 * radius.max() * terms.total_variation * MARGIN
-    return Joint(output, float(torch.minimum(split.value(), widest) + fp), _interval(masses, errors))
+    low, high = dropped_interval(masses, errors)
+    return Joint(output, float(torch.minimum(split.value(), widest) + fp), (float(low), float(high)))
 
 
 def _ghost_scores(head: Head) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,13 +102,17 @@ def _masses(
     return masses, torch.cat((slack, delta))
 
 
-def _interval(masses: Masses, errors: Tensor) -> tuple[float, float]:
-    """Return the smallest and largest dropped mass that the score errors allow."""
-    weight = masses.log_weight
+def dropped_interval(masses: Masses, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest dropped mass that score errors of at most `errors` allow, `[...]`.
 
-    def share(sign: float) -> float:
-        dropped = torch.where(masses.skipped, (weight + sign * errors).exp(), 0.0).sum()
-        kept = torch.where(masses.skipped, 0.0, (weight - sign * errors).exp()).sum()
-        return float(dropped / (dropped + kept))
+    Of the weights `[..., M]` the skipped ones move one way and the others the other way; formed as
+    logarithms, since exp(error) overflows long before a share does.
+    """
+    flushed = torch.logaddexp(masses.log_weight, masses.log_flushed)
 
-    return share(-1.0) / MARGIN, min(1.0, share(1.0) * MARGIN)
+    def share(weight: Tensor, sign: float) -> Tensor:
+        dropped = torch.where(masses.skipped, weight + sign * errors, -torch.inf).logsumexp(-1)
+        kept = torch.where(masses.skipped, -torch.inf, masses.log_weight - sign * errors).logsumexp(-1)
+        return torch.sigmoid(dropped - kept)
+
+    return share(masses.log_weight, -1.0) / MARGIN, (share(flushed, 1.0) * MARGIN).clamp_max(1.0)

@@ -39,6 +39,11 @@ class Latency(NamedTuple):
     full_ms: float
     lengths: tuple["Timing", ...]
 
+    @property
+    def ratio_of_sums(self) -> float:
+        """Return the ratio of the times summed over the lengths, in which the longest counts most."""
+        return sum(row.sparse_ms[0] for row in self.lengths) / sum(row.full_ms[0] for row in self.lengths)
+
 
 class Timing(NamedTuple):
     """One length: median, tenth and ninetieth percentile in ms."""

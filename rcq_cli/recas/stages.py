@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+RECENT_STEPS, LONGER_STEPS = 8, 64
+"""Reach of the two mean queries whose angle shows a turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -35,6 +38,8 @@ class Rules:
     """Units linked per transition at most."""
     common_share: float = 0.01
     """Share of the most frequent ids that carry no content."""
+    turn: float = 0.15
+    """1 - cosine of the recent and the longer mean query beyond which a stage ends, on two steps in a row."""
 
 
 class StageTracker:
@@ -56,6 +61,9 @@ class StageTracker:
         self._sentence_ended = True
         self._newlines = 0
         self._texts: dict[int, str] = {}
+        self._recent: Floats | None = None
+        self._longer: Floats | None = None
+        self._turned_steps = 0
 
     @property
     def tokens(self) -> int:
@@ -88,6 +96,20 @@ class StageTracker:
         self.transitions += 1
         self._stage_start = self._unit_start = self.tokens
 
+    def turn(self, query: Floats) -> None:
+        """Take the query of one decode step, `[D]` before RoPE, a mean over heads.
+
+        Where its mean over some 8 steps has turned away from that over some 64 on two steps in a row, the
+        stage ends before the next token, unless it is too short.
+        """
+        if self._recent is None or self._longer is None:
+            self._recent = self._longer = query
+        self._recent = self._recent + (query - self._recent) / RECENT_STEPS
+        self._longer = self._longer + (query - self._longer) / LONGER_STEPS
+        size = np.linalg.norm(self._recent) * np.linalg.norm(self._longer)
+        turned = 1 - float(self._recent @ self._longer / max(size, 1e-300)) > self.rules.turn
+        self._turned_steps = self._turned_steps + 1 if turned else 0
+
     def links(self) -> Floats:
         """Return how many stages came back to each token's unit, `[n]`."""
         return np.asarray(self._counts, dtype=np.float64)[np.asarray(self._unit_of, dtype=np.int64)]
@@ -118,11 +140,17 @@ class StageTracker:
         return self._texts[token]
 
     def _opens_stage(self, text: str) -> bool:
-        """Whether a stage ends before this token: a paragraph, list item, cue word or the longest stage."""
+        """Whether a stage ends before this token: a paragraph, list item, cue, turn or the longest stage."""
         length = self.tokens - self._stage_start
         if length >= self.rules.longest_stage_tokens:
             return True
-        if length < self.rules.shortest_stage_tokens or self.text_of is None:
+        if length < self.rules.shortest_stage_tokens:
+            return False
+        if self._turned_steps >= 2:
+            # the new stage is measured against the query it begins with
+            self._longer, self._turned_steps = self._recent, 0
+            return True
+        if self.text_of is None:
             return False
         word = text.strip()
         if self._newlines >= 2:

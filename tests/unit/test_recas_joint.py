@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rcq_cli.certify.bounds import Masses
 from rcq_cli.recas import joint
 from rcq_cli.recas.joint import BLOCK, Head, joint_certificate
 
@@ -93,3 +94,29 @@ def test_exact_ghosts_give_the_bound_of_the_dropped_mass(monkeypatch):
     radius = (head.values - centre).norm(dim=-1)
     assert found.bound <= float(lost * (radius.max() + (centre - found.output).norm())) * 1.002
     assert len(head.keys) // BLOCK == 16
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_interval_of_the_dropped_mass_is_reached_by_the_worst_scores(sign):
+    draw = torch.Generator().manual_seed(11)
+    weights = torch.rand(3, 6, dtype=torch.float64, generator=draw)
+    errors = torch.rand(3, 6, dtype=torch.float64, generator=draw)
+    skipped = torch.tensor([[False, True, True, False, False, True]]).expand(3, 6)
+    masses = Masses(weights.log(), 2 * weights.log(), torch.full((3, 6), -700.0).double(), skipped)
+    low, high = joint.dropped_interval(masses, errors)
+    moved = weights * torch.where(skipped, sign * errors, -sign * errors).exp()
+    share = torch.where(skipped, moved, 0.0).sum(-1) / moved.sum(-1)
+    torch.testing.assert_close(high if sign > 0 else low, share, rtol=1e-3, atol=0)
+    assert (low <= share).all()
+    assert (share <= high).all()
+
+
+def test_the_interval_survives_errors_that_overflow():
+    weights = torch.tensor([[0.0, -5.0]]).double()
+    errors = torch.tensor([[1.0, 2000.0]]).double()
+    skipped = torch.tensor([[False, True]])
+    low, high = joint.dropped_interval(Masses(weights, weights, weights - 700, skipped), errors)
+    assert (low.item(), high.item()) == (0.0, 1.0)
+    nothing = torch.zeros_like(skipped)
+    low, high = joint.dropped_interval(Masses(weights, weights, weights - 700, nothing), errors)
+    assert (low.item(), high.item()) == (0.0, 0.0)

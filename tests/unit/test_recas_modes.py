@@ -2,13 +2,14 @@ import pytest
 import torch
 
 import rcq_cli
-from rcq_cli.cache.ghosts import GhostStore
+from rcq_cli.cache.ghosts import GhostStore, encode_ghosts
 from rcq_cli.cache.statistics import Collector
 from rcq_cli.certify.exact import as_groups, exact_attention
-from rcq_cli.errors import SpecError
+from rcq_cli.errors import BrokenRun, SpecError
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels.reference import BACKEND
 from rcq_cli.modes import recas, recas_certified
+from rcq_cli.modes._between import glance
 from rcq_cli.modes._recas import EVICT_EVERY
 from rcq_cli.protocols import Geometry, Needs
 from rcq_cli.recas.stages import StageTracker
@@ -235,6 +236,153 @@ def test_ghosts_hold_no_values_and_come_back_as_they_were():
     for name, rows in store.pick(every[1], every[0]).items():
         assert torch.equal(rows, before[name]), name
     assert not store.damaged(every[1], every[0]).any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_dropped_mass_lies_within_its_proven_limits(bits):
+    options = {"tokens": 1000, "keep_tokens": 300, "eps": 0.3, "offset": 3.0, "ghost_bits": bits}
+    layer, normal = opened("recas-certified", **options)
+    ratios = []
+    for _ in range(6):
+        query = 1.5 * normal(4, 32)
+        layer.append(normal(2, 32), normal(2, 32) + 3)
+        found = layer.attend(query).certificate
+        keys = layer.cache.originals[0].rows.double()
+        mass = torch.softmax(as_groups(query, 2) @ keys.mT / 32**0.5, -1)
+        read = torch.ones(2, layer.tokens, dtype=torch.bool)
+        read[:, : 32 * layer.read.shape[1]] = layer.read.repeat_interleave(32, 1)
+        lost = torch.where(read[:, None], 0.0, mass).sum(-1).flatten()
+        lost = torch.where(found.exact, 0.0, lost)
+        low, high = (found.reported[name] for name in recas_certified.DROPPED)
+        assert (low <= lost + 1e-15).all()
+        assert (lost <= high).all()
+        ratios += (high / lost)[lost > 0].tolist()
+    assert ratios
+    assert sorted(ratios)[len(ratios) // 2] <= (1.2 if bits == 8 else 4.0)
+
+
+def test_between_certified_steps_nothing_is_claimed_until_an_estimate_is_calibrated():
+    options = {
+        "tokens": 800,
+        "keep_tokens": 600,
+        "eps": 0.3,
+        "offset": 3.0,
+        "cert_every": 8,
+        "probe_rate": 0.4,
+    }
+    layer, normal = opened("recas-certified", **options)
+    kinds, wrong = [], []
+    for _ in range(90):
+        query = normal(4, 32)
+        layer.append(normal(2, 32), normal(2, 32) + 3)
+        ready = layer.schedule.calibrator.ready
+        step = layer.attend(query)
+        kinds.append((ready, layer.schedule.random, step.certificate is not None))
+        wrong.append(float((error(layer, query, step.output) / layer.exact(query).norm(dim=-1)).max()))
+        if step.certificate is not None:
+            assert (error(layer, query, step.output) <= step.certificate.total_bound).all()
+    for number, (ready, random, certified) in enumerate(kinds):
+        assert certified == (number % 8 == 0 or random or not ready), number
+    between = [not certified for _, _, certified in kinds]
+    assert sum(between) > 20
+    assert max(wrong) <= 0.3
+    details = layer.engagement().details
+    assert details["uncertified_steps"] == sum(between)
+    assert details["estimate_probes"] == sum(random for _, random, _ in kinds)
+    every, _ = opened("recas-certified")
+    assert "estimate_probes" not in every.engagement().details
+
+
+def test_a_step_without_ghosts_reads_what_is_at_hand_and_its_mass_is_measured_by_the_certified_ones():
+    options = {"tokens": 1000, "keep_tokens": 300, "eps": 0.9, "cert_every": 1000, "probe_rate": 1.0}
+    layer, normal = opened("recas-certified", **options)
+    for _ in range(3):
+        query = normal(4, 32)
+        layer.append(normal(2, 32), normal(2, 32))
+        held = torch.ones(2, layer.tokens, dtype=torch.bool)
+        blocks = layer.cache.at_hand()
+        held[:, : 32 * blocks.shape[1]] = blocks.repeat_interleave(32, 1)
+        seen = glance(layer.cache, as_groups(query, 2))
+        keys, values = (slab.rows.double() for slab in layer.cache.originals)
+        scores = as_groups(query, 2) @ keys.mT / 32**0.5
+        kept = torch.where(held[:, None], scores, -torch.inf).softmax(-1)
+        # codes of 8 and 4 bits, so the agreement is one of figures, not of bits
+        assert (seen.output - kept @ values).norm() <= 0.1 * (kept @ values).norm()
+        assert [sorted(row) for row in seen.tokens.tolist()] == [h.nonzero()[:, 0].tolist() for h in held]
+        layer.attend(query)
+        lost = torch.where(held[:, None], 0.0, scores.softmax(-1)).sum(-1).amax(1)
+        found = torch.tensor(layer.schedule.last_mass)
+        assert (lost <= found).all()
+        assert (found <= 1.3 * lost).all()
+
+
+def test_int4_ghosts_are_certified_brought_back_and_smaller():
+    options = {"tokens": 1000, "keep_tokens": 300, "offset": 3.0, "eps": 0.3}
+    layer, normal = opened("recas-certified", ghost_bits=4, **options)
+    wide, _ = opened("recas-certified", **options)
+    assert layer.bytes().device < wide.bytes().device
+    ghost = int((~layer.cache.at_hand()).all(0).nonzero()[0])
+    query = 8 * layer.cache.originals[0].rows[:, ghost * 32 + 7].repeat_interleave(2, 0)
+    for asked in (query, normal(4, 32), normal(4, 32)):
+        layer.append(normal(2, 32), normal(2, 32) + 3)
+        step = layer.attend(asked)
+        wrong = error(layer, asked, step.output)
+        assert (wrong <= step.certificate.total_bound).all()
+        assert (wrong <= 0.3 * layer.exact(asked).norm(dim=-1)).all()
+        if asked is query:
+            assert layer.cache.at_hand()[:, ghost].all()
+    layer.check_intact()
+
+
+def test_a_damaged_int4_ghost_is_found():
+    layer, _ = opened("recas-certified", tokens=1000, keep_tokens=300, ghost_bits=4)
+    layer.check_intact()
+    layer.cache.ghosts["ghost_codes"][0, 0, 0, 0] ^= 1
+    with pytest.raises(BrokenRun, match="damaged"):
+        layer.check_intact()
+
+
+def test_int4_codes_stay_within_half_a_step_and_their_notes_cover_them():
+    normal = draws(9)
+    keys = normal(40, 16, 32).double() * torch.logspace(-3, 3, 40)[:, None, None] + 5
+    keys[3], keys[4, :, 5] = 2.5, -1e3
+    rows, bad = encode_ghosts(keys, TierFormat(16, 16, "float16", "two-level"))
+    assert not bad.any()
+    packed = rows["ghost_codes"]
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).double() - 8
+    scale, offset = rows["ghost_scale"].double()[:, None], rows["ghost_offset"].double()[:, None]
+    away = (keys - codes * scale - offset).abs()
+    assert (away <= scale / 2 * (1 + 2.0**-14)).all()
+    assert (away.norm(dim=-1).amax(-1) <= rows["ghost_notes"][:, 0].double()).all()
+    spread = (keys.amax(1) - keys.amin(1)) / 15
+    assert ((scale[:, 0] <= spread * 1.01 + 2.0**-23) | (offset[:, 0].abs() > 8 * spread)).all()
+    assert encode_ghosts(keys * 1e9, TierFormat(16, 16, "float16", "two-level"))[1].any()
+
+
+def test_a_store_with_int4_ghosts_scores_every_block_and_gives_back_what_it_gave_up():
+    normal = draws(5)
+    store = GhostStore(GEOMETRY, TierFormat(16, 16, "float16", "two-level"), BACKEND, ghost_bits=4)
+    store.extend(normal(2, 330, 32), normal(2, 330, 32))
+    head, block = torch.arange(2).repeat_interleave(20), torch.arange(20).repeat(2)
+    before = {name: rows.clone() for name, rows in store.pick(head, block).items()}
+    chosen = torch.zeros(2, 20, dtype=torch.bool)
+    chosen[0, 2:9], chosen[1, 11:18] = True, True
+    store.keep(chosen)
+    query = normal(2, 3, 32).double()
+    exact = query @ store.originals[0].rows[:, :320].double().mT
+    for fresh in (0, 40, 0):
+        store.extend(normal(2, fresh, 32), normal(2, fresh, 32))
+        scores = store.backend.score_blocks(query, store.codes())[:, :, :20].flatten(2)
+        allowed = store.backend.half_steps(query, store.codes())[:, :, :20].repeat_interleave(16, 2)
+        assert ((scores - exact).abs() <= allowed * (1 + 1e-9)).all()
+        reach = query.norm(dim=-1)[..., None] * store.bounds().rk[:, None, :20].repeat_interleave(16, 2)
+        assert ((scores - exact).abs() <= reach * (1 + 1e-9)).all()
+    assert not store.changed_blocks(0).any()
+    twin = store.fork()
+    twin.keep(torch.ones_like(twin.at_hand()))
+    for name, rows in twin.pick(head, block).items():
+        assert torch.equal(rows, before[name]), name
+    assert not store.at_hand()[:, :20].all()
 
 
 def test_both_modes_save_device_memory_and_say_so():

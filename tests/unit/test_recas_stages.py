@@ -140,3 +140,93 @@ def test_closing_counts_the_stage_once_however_often_it_is_asked():
     stages.close()
     assert stages.transitions == 1
     assert stages.links().tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1]
+
+
+# -- turns of the query -------------------------------------------------------------------------------------
+
+
+def told(stages, angles, ids=None):
+    """Read one token per angle, each followed by its query in the plane; return where stages ended."""
+    ended = []
+    for step, angle in enumerate(angles):
+        before = stages.transitions
+        stages.read([ids[step] if ids else 1])
+        stages.turn(np.array([np.cos(angle), np.sin(angle)]))
+        if stages.transitions != before:
+            ended.append(step)
+    return ended
+
+
+def test_a_stage_ends_two_steps_after_the_mean_query_has_turned():
+    rules = Rules(shortest_stage_tokens=4, longest_stage_tokens=9999)
+    angles = [0.0] * 40 + [np.pi / 2] * 40
+    # by closed form: after k turned queries the recent mean has 1 - (7/8)^k of the new direction, and the
+    # longer one 1 - (63/64)^k
+    shares = [(1 - (1 - 1 / 8) ** k, 1 - (1 - 1 / 64) ** k) for k in range(1, 41)]
+    directions = [(np.array([1 - a, a]), np.array([1 - b, b])) for a, b in shares]
+    away = [1 - u @ v / np.linalg.norm(u) / np.linalg.norm(v) > 0.15 for u, v in directions]
+    second = next(k for k in range(1, 40) if away[k] and away[k - 1])
+    # turned queries number 1 + second have been told, the next token opens the new stage
+    assert told(StageTracker(rules=rules), angles)[0] == 40 + second + 1
+
+
+def test_a_stage_that_is_too_short_outlasts_a_turn_and_a_steady_query_ends_none():
+    rules = Rules(shortest_stage_tokens=30, longest_stage_tokens=9999)
+    turning = told(StageTracker(rules=rules), [0.0] * 5 + [2.0] * 60)
+    assert turning
+    assert turning[0] >= 30
+    assert told(StageTracker(rules=rules), [0.3 + 0.01 * (i % 2) for i in range(200)]) == []
+
+
+def test_one_step_away_is_not_a_turn():
+    rules = Rules(shortest_stage_tokens=4, longest_stage_tokens=9999)
+    lone = np.zeros(100)
+    lone[50] = np.pi
+    stages = StageTracker(rules=rules)
+    # a single opposite query leaves the recent mean in its direction
+    assert told(stages, lone) == []
+
+
+def test_a_turn_depends_on_queries_alone_and_a_fork_keeps_its_own():
+    rules = Rules(shortest_stage_tokens=4, longest_stage_tokens=9999)
+    stages = StageTracker(rules=rules)
+    told(stages, [0.0] * 40)
+    twin = stages.fork()
+    told(twin, [np.pi / 2] * 40)
+    assert twin.transitions > stages.transitions
+    assert told(stages, [0.0] * 40) == []
+
+
+def test_the_engine_tells_the_queries_of_one_layer_before_rope_and_lets_go_of_the_model():
+    import torch
+
+    from rcq_cli.engine.turns import query_projection, watching_turns
+
+    class Attention(torch.nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.layer_idx, self.q_proj = index, torch.nn.Linear(6, 8, bias=False)
+
+    class Config:
+        num_attention_heads = 2
+
+        def get_text_config(self, **_):
+            return self
+
+    model = torch.nn.Module()
+    model.layers, model.config = torch.nn.ModuleList(Attention(i) for i in range(3)), Config()
+    assert query_projection(model, (0, 1, 2)) is model.layers[1].q_proj
+    assert query_projection(torch.nn.Linear(2, 2), (0,)) is None
+    seen = []
+
+    class Heard:
+        def turn(self, query):
+            seen.append(query)
+
+    rows = torch.randn(1, 5, 6)
+    with watching_turns(model, (0, 1, 2), Heard()):
+        made = model.layers[1].q_proj(rows)
+        model.layers[0].q_proj(rows)
+    model.layers[1].q_proj(rows)
+    expected = (made[0, :, :4] + made[0, :, 4:]) / 2
+    assert np.allclose(np.stack(seen), expected.detach().numpy(), atol=1e-6)
