@@ -176,7 +176,8 @@ def _check_tolerance(path: Path, where: str, tol: Record) -> None:
     value = tol.get(KINDS[kind])
     number = isinstance(value, int | float) and not isinstance(value, bool)
     high = 1.0 if kind == "stat" else math.inf
-    if set(tol) != {"kind", KINDS[kind]} or not number or not 0 <= float(value or 0) < high:
+    low = kind == "stat" and not value
+    if set(tol) != {"kind", KINDS[kind]} or not number or low or not 0 <= float(value or 0) < high:
         allowed = f"allowed: {{kind: {kind}, {KINDS[kind]}: NUMBER}}"
         raise _refused(path, f"{where}: tol {dict(tol)!r} is not allowed", allowed)
 

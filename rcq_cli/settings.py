@@ -29,7 +29,10 @@ def load_preset(name: str) -> dict[str, Any]:
         raise UnknownEntry(f"unknown preset {name!r}", fix=did_you_mean(name, names) + known, id="RCQ-USE-01")
     import yaml
 
-    values = yaml.safe_load(files("rcq_cli.profiles").joinpath(f"{name}.yaml").read_text("utf-8"))
+    try:
+        values = yaml.safe_load(files("rcq_cli.profiles").joinpath(f"{name}.yaml").read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise SpecError(f"preset {name} cannot be read", why=str(error), id="RCQ-USE-08") from error
     return _checked(values or {}, PRESET_KEYS, f"preset {name}")
 
 
@@ -52,7 +55,7 @@ def load_settings(folder: Path) -> dict[str, Any]:
 def _settings_of(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path} cannot be read", why=str(error), id="RCQ-USE-08") from error
     found: dict[str, Any] = table if path.name != "pyproject.toml" else table.get("tool", {}).get("rcq", {})
     return found

@@ -285,12 +285,14 @@ def as_error(report: gates.GateReport, code: int) -> RcqError:
         f"{_CAUSES[code]}: {worst.matched}" + (f" and {more} more" if more else ""),
         worst.reason,
         _FIXES[code],
-        f"RCQ-{'CERT' if code == 4 else 'CMP'}-{10 + code}",
+        IDS[code],
     )
     error.exit_code = code
     return error
 
 
+IDS = {3: "RCQ-CMP-13", 4: "RCQ-CERT-14", 5: "RCQ-CMP-15", 6: "RCQ-CMP-16"}
+"""Id of a comparison that ended with each exit code."""
 _CAUSES = {
     3: "gate failed",
     4: "certificate violated",
