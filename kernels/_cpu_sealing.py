@@ -8,20 +8,24 @@ from typing import Any
 
 import numpy as np
 
+from rcq_cli.certify.spectral import REFRESH
 from rcq_cli.kernels._cpu_promote import block_print
 from rcq_cli.kernels._cpu_score import MARGIN, item_bytes, widen
 from rcq_cli.kernels._cpu_state import Shape, Store, Turn
 from rcq_cli.kernels._cpu_vector import (
     as_float,
+    bfloat,
     bits,
     finite,
     floats_at,
     half,
     half_bits,
+    loose,
     plain,
     put_float,
     put_short,
     put_word,
+    word,
 )
 
 
@@ -297,3 +301,51 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     for part in range(4 if turn.check_pitch else 0):  # mode naive checks nothing
         place = b if part < 2 else j
         tiers.checks[checks + part] = block_print(shape, turn, tiers, h, place, part)
+
+
+@plain
+def original(shape: Shape, data: Any, at: int) -> float:
+    """Return the number of an original at byte `at`."""
+    if shape.kind == 0:
+        return np.float64(as_float(word(data, at)))
+    pattern = np.uint16(data[at] | np.uint16(data[at + 1]) << np.uint16(8))
+    return np.float64(bfloat(pattern) if shape.kind == 1 else half(pattern))
+
+
+@loose
+def add_to_gram(recent: Any, at: int, dim: int, row: Any) -> float:
+    """Add the outer product of a row to the matrix at `recent[at:]`; return its squared Frobenius norm."""
+    square = 0.0
+    for i in range(dim):
+        for j in range(dim):
+            cell = recent[at + i * dim + j] + row[i] * row[j]
+            recent[at + i * dim + j] = cell
+            square += cell * cell
+    return square
+
+
+@plain
+def append_token(shape: Shape, turn: Turn, tiers: Store, recent: Any, h: int, token: int) -> bool:
+    """Store the rows of one token of KV head `h` as number `token` of the originals, and at the tail's end.
+
+    Updates the spectral bound of the values: `recent` `[Hkv, D, D]` and its norms at `fields[Hkv:]`; returns
+    whether the bound at `fields` needs a refresh.
+    """
+    dim, size_ = shape.dim, shape.dim * item_bytes(shape)
+    tail = (h * shape.block + turn.tail) * size_
+    values = tail + shape.heads * shape.block * size_
+    for i in range(size_):
+        key, value = tiers.source[h * size_ + i], tiers.output[h * size_ + i]
+        tiers.tail[tail + i], tiers.tail[values + i] = key, value
+        if turn.original_pitch:
+            place = h * turn.original_pitch + token * size_ + i
+            tiers.original_keys[place], tiers.original_values[place] = key, value
+    if not turn.original_pitch:  # mode naive bounds nothing
+        return False
+    row = np.empty(dim)
+    for c in range(dim):
+        v = original(shape, tiers.output, h * size_ + c * item_bytes(shape))
+        row[c] = v - tiers.centre[h * dim + c]
+    norm = np.sqrt(add_to_gram(recent, h * dim * dim, dim, row)) * (1 + 2.0**-30)
+    tiers.fields[shape.heads + h] = norm
+    return not norm <= REFRESH * tiers.fields[h]

@@ -236,6 +236,7 @@ def pack(shape: Shape, turn: Turn, limits: Limits, addresses: Sequence[int]) -> 
 _TURN, _LIMITS, _STORE = 13, 33, 37
 _SLOT = _STORE + len(Store._fields)
 _ITEM = _SLOT + 6
+_QUERY = Store._fields.index("query")
 assert (
     len(Shape._fields),
     len(Shape._fields) + len(Turn._fields),
@@ -320,6 +321,12 @@ def item_at(shape: Shape, turn: Turn, call: Any, index: int) -> Item:
         ahead(picks, 4),
         ahead(floats_at(a[6]), index * 4),
     )
+
+
+@plain
+def recent_at(call: Any) -> Any:
+    """Return where appending keeps the recent Gram matrices: float64 `[Hkv, D, D]`, in place of `query`."""
+    return doubles_at(ahead(call, _STORE + _QUERY)[0])
 
 
 @plain

@@ -17,7 +17,7 @@ from rcq_cli.kernels._cpu_integer import TILE
 from rcq_cli.kernels._cpu_plan import choose, finish, pin, start
 from rcq_cli.kernels._cpu_promote import block_print
 from rcq_cli.kernels._cpu_score import prepare, score_range
-from rcq_cli.kernels._cpu_sealing import seal_block
+from rcq_cli.kernels._cpu_sealing import append_token, seal_block
 from rcq_cli.kernels._cpu_state import (
     Item,
     Limits,
@@ -27,6 +27,7 @@ from rcq_cli.kernels._cpu_state import (
     Turn,
     item_at,
     limits_at,
+    recent_at,
     residuals_at,
     shape_at,
     slot_at,
@@ -93,6 +94,19 @@ def seal_piece(address: int, phase: int, index: int, number: int) -> int:
     return phase
 
 
+def append_piece(address: int, phase: int, index: int, number: int) -> int:
+    """Store token `number` of KV heads `phase` to `index` in the originals and in the open tail.
+
+    The rows are at `source` and `output`; `fields` and `query` hold `parts` and `recent` of the spectral
+    bound of values. Returns how many heads need a refresh of it.
+    """
+    call = longs_at(address)
+    shape, turn, tiers, due = shape_at(call), turn_at(call), store_at(call), 0
+    for h in range(phase, index):
+        due += append_token(shape, turn, tiers, recent_at(call), h, number)
+    return due
+
+
 def print_piece(address: int, phase: int, index: int, number: int) -> int:
     """Return fingerprint `phase` of block `index` of KV head `number`."""
     call = longs_at(address)
@@ -128,7 +142,7 @@ def run(function: int, address: int, phase: int, pieces: int, number: int) -> in
 
 def warm() -> None:
     """Compile everything, or read it from the disk cache, so that no later call does."""
-    for piece in (step_piece, seal_piece, print_piece, check_piece):
+    for piece in (step_piece, seal_piece, append_piece, print_piece, check_piece):
         run(compiled(piece).address, 0, WHOLE, 0, 0)
 
 

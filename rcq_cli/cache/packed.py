@@ -4,7 +4,9 @@ One byte record of keys and one of values per block.
 """
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,25 +43,47 @@ class PackedStore(TieredStore):
         }
         self.annotations = Slab(heads, (6,), torch.float16)
         self.checks = Slab(heads, (4,), torch.int64)
+        self._spectra = np.zeros((2, heads))
 
     # -- writing --------------------------------------------------------------------------------------------
+
+    def extend(self, keys: Tensor, values: Tensor, *, seal: bool = True) -> None:
+        """Add `[Hkv, T, D]` keys and values; one token costs one call of a kernel."""
+        if keys.shape[1] == 1 and self.centre is not None and keys.dtype == values.dtype == self.dtype:
+            self.seal_full_tail()
+            self._append(keys.contiguous(), values.contiguous())
+            if seal:
+                self.seal_full_tail()
+            return
+        super().extend(keys, values, seal=seal)
+
+    def _append(self, key: Tensor, value: Tensor) -> None:
+        for slab in self.originals or ():
+            slab.make_room(1)
+        addresses, spectrum = self.addresses(), self.value_spectrum
+        rows = [t.data_ptr() for t in (key, value, spectrum.parts, spectrum.recent)]
+        unused = [0] * (len(ADDRESSES) - len(addresses) - len(rows))
+        call = pack(self.shape, self.turn(), NO_LIMITS, addresses + rows + unused)
+        due = cpu.compiled(cpu.append_piece).ctypes(call.ctypes.data, 0, self.shape.heads, self.tokens)
+        for slab in self.originals or ():
+            slab.length += 1
+        self.tail_tokens, self.tokens = self.tail_tokens + 1, self.tokens + 1
+        if due:
+            spectrum.refresh()
 
     def _seal(self, keys: Tensor, values: Tensor) -> None:
         size = self.fmt.block
         step = max(1, _CHUNK_ELEMENTS // (keys.shape[0] * size * keys.shape[2])) * size
         for slab in self._slabs():
-            need = slab.length + keys.shape[1] // size
-            if need > slab.data.shape[1]:
-                slab.reserve(need if slab.length == 0 else need + max(4, need // 64))
+            slab.make_room(keys.shape[1] // size)
         heads, dim = keys.shape[0], keys.shape[2]
-        gram, squares = (torch.zeros(heads, *shape, dtype=torch.float64) for shape in ((dim, dim), ()))
+        gram = torch.zeros(heads, dim, dim, dtype=torch.float64)
         for start in range(0, keys.shape[1], step):
             residuals = self._seal_part(keys[:, start : start + step], values[:, start : start + step])
             if self.originals is not None:
                 gram += residuals.transpose(1, 2) @ residuals
-                squares += residuals.square().sum((1, 2))
         # once for all parts: a refresh of the spectral bound costs more than sealing a few blocks
-        self.residual_spectrum.add_gram(gram, squares)
+        self.residual_spectrum.add_gram(gram)
 
     def _seal_part(self, keys: Tensor, values: Tensor) -> Tensor:
         """Seal whole blocks; return the rows V - V'."""
@@ -98,10 +122,11 @@ class PackedStore(TieredStore):
     def addresses(self) -> list[int]:
         """Return the addresses of the store, in the order of `ADDRESSES`; valid until the store changes."""
         assert self.centre is not None
-        self._spectra = torch.stack((self.value_spectrum.value, self.residual_spectrum.value))
+        for row, bound in zip(self._spectra, (self.value_spectrum, self.residual_spectrum), strict=True):
+            np.add(*bound.parts.numpy(), out=row)
         held = [slab.data for slab in (*self._slabs(), *(self.originals or ()))]
         held += [self.tail] * (8 - len(held))  # mode naive has neither checks nor originals
-        return [t.data_ptr() for t in (*held, self.tail, self.centre, self._spectra)]
+        return [*(t.data_ptr() for t in (*held, self.tail, self.centre)), self._spectra.ctypes.data]
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -217,9 +242,7 @@ def shape_of(geometry: Geometry, fmt: TierFormat) -> Shape:
     )
 
 
-def make_store(
-    geometry: Geometry, fmt: TierFormat, backend: cpu.Cpu, *, originals: bool = True
-) -> TieredStore:
+def make_store(geometry: Geometry, fmt: TierFormat, backend: cpu.Cpu, *, originals: bool = True) -> TieredStore:
     """Return the store whose layout `backend` reads."""
     kind = PackedStore if backend.name == "cpu" else TieredStore
     return kind(geometry, fmt, backend, originals=originals)

@@ -20,11 +20,15 @@ class Slab:
 
     def extend(self, rows: Tensor) -> None:
         """Add `[H, n, ...]` rows at the end."""
-        need = self.length + rows.shape[1]
+        self.make_room(rows.shape[1])
+        self.data[:, self.length : self.length + rows.shape[1]] = rows
+        self.length += rows.shape[1]
+
+    def make_room(self, count: int) -> None:
+        """Make room for `count` more rows, with a little slack unless they are the first."""
+        need = self.length + count
         if need > self.data.shape[1]:
             self.reserve(need if self.length == 0 else need + max(4, need // 64))
-        self.data[:, self.length : need] = rows
-        self.length = need
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows in all."""

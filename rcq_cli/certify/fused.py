@@ -42,20 +42,22 @@ class FusedStep:
         self.scratch_bytes = scratch.nbytes
         if scratch.faults[:, 0].any():
             return self._faulty(scratch.faults, fields)
-        exact = torch.from_numpy(fields[state.EXACT] != 0)
-        if bool(exact.any()):
+        exact = fields[state.EXACT] != 0
+        if exact.any():
             self._exact_heads(output, fields, exact)
         return Step(output, self._certificate(fields, exact))
 
     @phased("fallback")
-    def _exact_heads(self, output: Tensor, fields: np.ndarray, exact: Tensor) -> None:
+    def _exact_heads(self, output: Tensor, fields: np.ndarray, exact: np.ndarray) -> None:
         """Rung 3: replace `exact` heads by float64 attention on the originals, KV head by KV head."""
         assert self.cache.originals is not None
         keys, values = (slab.rows for slab in self.cache.originals)
-        group, heads = self.cache.shape.group, exact.unflatten(0, (-1, self.cache.shape.group))
-        self.cache.check_originals(heads.any(1).nonzero()[:, 0].tolist())
-        for h in heads.any(1).nonzero()[:, 0].tolist():
-            mine = (h * group + heads[h].nonzero()[:, 0]).numpy()
+        group = self.cache.shape.group
+        heads = exact.reshape(-1, group)
+        chosen = heads.any(1).nonzero()[0].tolist()
+        self.cache.check_originals(chosen)
+        for h in chosen:
+            mine = h * group + heads[h].nonzero()[0]
             part = slice(h, h + 1)
             queries = self.query[mine].double()[None]
             truth = exact_attention(queries, keys[part], values[part], self.cache.geometry.scale)
@@ -94,27 +96,28 @@ class FusedStep:
         fields[state.RUNG], fields[state.PAGED] = 4, 0
         fields[state.PAGED, 0] = keys.nbytes + values.nbytes
         self.scratch_bytes += 6 * keys.numel() * 8
-        return Step(output, self._certificate(fields, torch.ones(len(output), dtype=torch.bool)))
+        return Step(output, self._certificate(fields, np.ones(len(output), dtype=bool)))
 
-    def _certificate(self, fields: np.ndarray, exact: Tensor) -> Certificate:
-        f = torch.from_numpy(fields)
+    def _certificate(self, fields: np.ndarray, exact: np.ndarray) -> Certificate:
         blocks = self.cache.block_count
-        used = f[[state.KEYS_USED, state.VALUES_USED, state.SKIPPED]].to(torch.int32)
-        if bool(exact.any()):
+        used = fields[state.KEYS_USED : state.SKIPPED + 1].astype(np.int32)
+        if exact.any():
             used[:2, exact], used[2, exact] = blocks, 0
-        key, value, dropped, rounding = f[: state.ROUNDING_BOUND + 1].unbind(0)
+        key, value, dropped, rounding = fields[: state.ROUNDING_BOUND + 1]
+        keys_used, values_used, skipped = used
+        as_tensor = torch.from_numpy
         return Certificate(
-            key_bound=key,
-            value_bound=value,
-            dropped_bound=dropped,
-            rounding_bound=rounding,
-            total_bound=key + value + dropped + rounding,
-            output_norm=f[state.NORM],
-            exact=exact,
-            rung=f[state.RUNG].to(torch.int8),
-            promoted_key_blocks=used[0],
-            promoted_value_blocks=used[1],
-            skipped_value_blocks=used[2],
+            key_bound=as_tensor(key),
+            value_bound=as_tensor(value),
+            dropped_bound=as_tensor(dropped),
+            rounding_bound=as_tensor(rounding),
+            total_bound=as_tensor(key + value + dropped + rounding),
+            output_norm=as_tensor(fields[state.NORM]),
+            exact=as_tensor(exact),
+            rung=as_tensor(fields[state.RUNG].astype(np.int8)),
+            promoted_key_blocks=as_tensor(keys_used),
+            promoted_value_blocks=as_tensor(values_used),
+            skipped_value_blocks=as_tensor(skipped),
             blocks=blocks,
             paged_bytes=int(fields[state.PAGED].sum()),
         )

@@ -5,6 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+REFRESH = 0.1
+"""Share of the bound that rows since the last refresh may add."""
+
 
 def power_bound(gram: Tensor) -> Tensor:
     """Return an upper bound of the largest eigenvalue of each PSD matrix in `[H, D, D]`, float64 `[H]`.
@@ -26,47 +29,52 @@ def power_bound(gram: Tensor) -> Tensor:
 class SpectralBound:
     """lambda_max of sum_t x_t x_t^T per KV head, kept up to date under append.
 
-    Weyl: lambda_max(G1 + G2) <= lambda_max(G1) + tr(G2), so rows since the last refresh count with their
-    squares; a refresh happens when they exceed a tenth of the bound, else the bound would grow several times
-    too large.
+    Weyl: lambda_max(G1 + G2) <= lambda_max(G1) + ||G2||_F. Rows since the last refresh count with the norm of
+    their own Gram matrix, which for many directions lies far below its trace; a refresh happens when it
+    exceeds a tenth of the bound.
     """
 
     def __init__(self, heads: int, dim: int) -> None:
         self.gram = torch.zeros(heads, dim, dim, dtype=torch.float64)
-        self.reference = torch.zeros(heads, dtype=torch.float64)
-        self.pending = torch.zeros(heads, dtype=torch.float64)
+        """G1, as of the last refresh."""
+        self.recent = torch.zeros_like(self.gram)
+        """G2"""
+        self.parts = torch.zeros(2, heads, dtype=torch.float64)
+        """The two terms of the bound, `[2, H]`."""
 
     def add(self, rows: Tensor) -> None:
         """Add float64 rows `[H, n, D]`; a superset of what the bound must cover is always sound."""
-        self.add_gram(rows.transpose(1, 2) @ rows, rows.square().sum((1, 2)))
+        self.add_gram(rows.transpose(1, 2) @ rows)
 
-    def add_gram(self, gram: Tensor, squares: Tensor) -> None:
-        """Add rows by their Gram matrix `[H, D, D]` and the sum of their squares `[H]`, float64."""
-        self.gram += gram
-        self.pending += squares * (1 + 2.0**-30)
-        if bool((self.pending > 0.1 * self.reference).any()):
-            self.reference = power_bound(self.gram) * (1 + 2.0**-30)
-            self.pending.zero_()
+    def add_gram(self, gram: Tensor) -> None:
+        """Add rows by their float64 Gram matrix `[H, D, D]`."""
+        self.recent += gram
+        self.parts[1] = self.recent.flatten(1).norm(dim=1) * (1 + 2.0**-30)
+        if bool((self.parts[1] > REFRESH * self.parts[0]).any()):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Bound everything anew."""
+        self.gram += self.recent
+        self.recent.zero_()
+        self.parts[0] = power_bound(self.gram) * (1 + 2.0**-30)
+        self.parts[1] = 0.0
 
     @property
     def value(self) -> Tensor:
         """Return the bound, float64 `[H]`."""
-        return self.reference + self.pending
+        return self.parts[0] + self.parts[1]
 
     def fork(self) -> "SpectralBound":
         """Return an independent copy."""
         twin = SpectralBound(0, 0)
-        twin.gram, twin.reference, twin.pending = (
-            self.gram.clone(),
-            self.reference.clone(),
-            self.pending.clone(),
-        )
+        twin.gram, twin.recent, twin.parts = self.gram.clone(), self.recent.clone(), self.parts.clone()
         return twin
 
     @property
     def nbytes(self) -> int:
         """Return the bytes held, all of them on the host."""
-        return self.gram.nbytes + self.reference.nbytes + self.pending.nbytes
+        return self.gram.nbytes + self.recent.nbytes + self.parts.nbytes
 
 
 def theta(n: float, roundoff: float) -> float:
