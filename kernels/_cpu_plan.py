@@ -20,6 +20,7 @@ from rcq_cli.kernels._cpu_gather import add_block, clear, flush
 from rcq_cli.kernels._cpu_promote import exact_delta, explore, promote_keys
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, item_bytes
 from rcq_cli.kernels._cpu_state import (
+    APART,
     BUCKETS,
     DROPPED_BOUND,
     EXACT,
@@ -393,7 +394,7 @@ def finish(
         mine = ahead(sums, r * dim)
         for part in range(1, turn.ranges):
             for c in range(dim):
-                mine[c] += mine[part * shape.rows * dim + c]
+                mine[c] += mine[part * (shape.rows * dim + APART) + c]
         weight = kept_weight(line_of(turn, slot, r), used_width(turn.blocks))
         settle(tiers, row, dim, weight, 0.0, ahead(tiers.centre, h * dim), mine)
         done = judge(shape, turn, limits, tiers, slot, h, r)

@@ -218,6 +218,8 @@ KEY_WANTED, VALUE_WANTED = 1, 2
     KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, NORM, LIMIT, KEYS_USED, VALUES_USED, SKIPPED, RUNG,
     PAGED, EXACT, FIELDS,
 ) = range(13)  # fmt: skip
+APART = 64
+"""Numbers between what two threads write: never one cache line, nor the pair fetched with it."""
 BUCKETS = 192
 """Classes of a contribution, eight an octave; the last holds everything smaller."""
 ADDRESSES = (*Store._fields, "weights", "stats", "notes", "flags", "marks", "tables")
@@ -310,16 +312,16 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
 def item_at(shape: Shape, turn: Turn, call: Any, index: int) -> Item:
     """Return item `index` of the scratch."""
     a = ahead(call, _ITEM)
-    picks = ahead(longs_at(a[5]), index * 8)
+    picks = ahead(longs_at(a[5]), index * APART)
     return Item(
         ahead(floats_at(a[0]), index * turn.float_row),
         ahead(ints_at(a[1]), index * turn.int_row),
         ahead(floats_at(a[2]), index * (2 * shape.rows * shape.padded + 64)),
         ahead(floats_at(a[3]), index * turn.gather_row),
-        ahead(doubles_at(a[4]), index * shape.rows * shape.dim),
+        ahead(doubles_at(a[4]), index * (shape.rows * shape.dim + APART)),
         picks,
         ahead(picks, 4),
-        ahead(floats_at(a[6]), index * 4),
+        ahead(floats_at(a[6]), index * APART),
     )
 
 

@@ -197,7 +197,7 @@ class Scratch:
         width += 16 if width // 16 % 2 == 0 else 0
         floats = max(4 * dim + 4 * team, (team + dim) * padded) + 64
         ints = max(team * (dim // 2 + padded), groups * team * padded // 2 + team * dim) + 64
-        gather = rows * (dim + groups * lanes + lanes)
+        gather = rows * (dim + groups * lanes + lanes) + state.APART
         weights = (blocks + 1) * rows * padded + 64
         self.rows = {
             "width": width, "weight_row": weights, "float_row": floats, "int_row": ints, "gather_row": gather,
@@ -209,8 +209,8 @@ class Scratch:
             (slots * rows * state.STATS * width, f), (slots * state.NOTES * width, f),
             (slots * rows * width, u), (slots * state.MARKS * width, u),
             (slots * 3 * (state.BUCKETS + 1), d), (items * floats, f), (items * ints, np.int32),
-            (items * (2 * rows * padded + 64), f), (items * gather, f), (items * rows * dim, d),
-            (items * 2 * team, i), (items * team, f),
+            (items * (2 * rows * padded + 64), f), (items * gather, f),
+            (items * (rows * dim + state.APART), d), (items * state.APART, i), (items * state.APART, f),
         )  # fmt: skip
         self.arrays = [np.zeros(count, dtype) for count, dtype in sizes]
         self.addresses = [array.ctypes.data for array in self.arrays]
