@@ -351,7 +351,8 @@ def _data_file(settings: Mapping[str, Any], path: Path) -> str:
     if settings.get("dataset_path", "json") not in ("json", "text"):
         why = f"dataset_path {settings['dataset_path']!r}; rcq reads local JSON files only"
         raise _refused(path, why, "use dataset_path: json with dataset_kwargs: {data_files: FILE}")
-    files = (settings.get("dataset_kwargs") or {}).get("data_files")
+    given = settings.get("dataset_kwargs") or {}
+    files = given.get("data_files") if isinstance(given, dict) else None
     if isinstance(files, dict):
         files = files.get(settings.get("test_split", "test"))
     if isinstance(files, list) and len(files) == 1:
