@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rcq_cli.cache.device import DeviceStore
 from rcq_cli.cache.slab import Slab
 from rcq_cli.cache.tiers import TieredStore, corrupted
 from rcq_cli.kernels import cpu
@@ -242,7 +243,9 @@ def shape_of(geometry: Geometry, fmt: TierFormat) -> Shape:
     )
 
 
-def make_store(geometry: Geometry, fmt: TierFormat, backend: cpu.Cpu, *, originals: bool = True) -> TieredStore:
+def make_store(geometry: Geometry, fmt: TierFormat, backend: Any, *, originals: bool = True) -> TieredStore:
     """Return the store whose layout `backend` reads."""
+    if backend.name == "triton-fused" and originals:
+        return DeviceStore(geometry, fmt, backend)
     kind = PackedStore if backend.name == "cpu" else TieredStore
     return kind(geometry, fmt, backend, originals=originals)

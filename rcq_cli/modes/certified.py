@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rcq_cli.cache.device import DeviceStore
 from rcq_cli.cache.packed import PackedStore, make_store
+from rcq_cli.certify.device import DeviceStep
 from rcq_cli.certify.exact import as_groups, exact_attention
 from rcq_cli.certify.fused import FusedStep, unfused
 from rcq_cli.certify.ladder import Budget, CertifiedStep
@@ -82,7 +84,9 @@ class CertifiedLayer:
         self.scratch_bytes = max(self.scratch_bytes, work.scratch_bytes)
         return step
 
-    def _work(self, query: Tensor) -> CertifiedStep | FusedStep:
+    def _work(self, query: Tensor) -> CertifiedStep | FusedStep | DeviceStep:
+        if isinstance(self.cache, DeviceStore):
+            return DeviceStep(self.cache, query, self.budget, self.options.explore)
         if isinstance(self.cache, PackedStore) and not unfused(self.cache.fmt, self.budget):
             return FusedStep(self.cache, query, self.budget, self.options.explore, self.counters.steps)
         shape = self.cache.raw.rows.shape
@@ -93,7 +97,7 @@ class CertifiedLayer:
         """Return float64 attention on the originals, `[Hq, D]`."""
         self.cache.check_originals()
         assert self.cache.originals is not None
-        keys, values = (slab.rows for slab in self.cache.originals)
+        keys, values = (slab.rows.to(query.device) for slab in self.cache.originals)
         groups = as_groups(query, keys.shape[0])
         return exact_attention(groups, keys, values, self.cache.geometry.scale).output.flatten(0, 1)
 
