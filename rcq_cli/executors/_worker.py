@@ -14,7 +14,7 @@ from rcq_cli import environment, identity
 from rcq_cli.desk import Desk, status_of
 from rcq_cli.executors.local import Benches
 from rcq_cli.protocols import Decoded, Sample
-from rcq_cli.run import modes_of
+from rcq_cli.run import Bench, modes_of
 from rcq_cli.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -53,16 +53,26 @@ class Worker:
 
     def __init__(self, settings: Settings) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = str(settings.threads)
+        self.settings = settings
+        self.benches = Benches()
+
+    @property
+    def bench(self) -> Bench:
+        """Return model and engine, loaded on first use: an error in `__init__` would lose its class."""
         import torch
 
-        torch.set_num_threads(settings.threads)
-        spec = RunSpec.from_json(settings.spec)
+        torch.set_num_threads(self.settings.threads)
+        spec = RunSpec.from_json(self.settings.spec)
         modes_of((spec,))  # what a mode imports belongs to the record of the environment
-        self.bench = Benches()(spec)
+        return self.benches(spec)
+
+    def ready(self) -> None:
+        """Load the model."""
+        _ = self.bench
 
     def about(self) -> About:
         """Return what there is to know of the model."""
-        loaded, engine = self.bench.loaded, self.bench.engine
+        loaded, engine, _ = self.bench
         device = identity.device_of(loaded)
         stand_in = SimpleNamespace(config=getattr(loaded.model, "config", None), device=device)
         light = pickle.dumps(replace(loaded, model=stand_in))

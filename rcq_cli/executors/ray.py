@@ -40,6 +40,8 @@ AHEAD = 2
 """Units per worker that are drawn and handed out before their answers are taken."""
 ATTEMPTS = 3
 """Workers that may die at one unit before it is given up."""
+STARTS = 2
+"""Attempts to start Ray here: on a busy machine the first may take longer than Ray waits."""
 POLL_SECONDS = 0.5
 STORE_BYTES = 128 * 2**20
 """Shared memory for prompts and certificates on their way; more of them go to disk."""
@@ -96,7 +98,9 @@ class Pool:
             raise _cause(error) from error
 
     def _worker(self) -> Any:
-        return self.ray.remote(Worker).options(**self.resources).remote(self.settings)
+        worker = self.ray.remote(Worker).options(**self.resources).remote(self.settings)
+        worker.ready.remote()  # all load at once; what goes wrong is raised by the first answer
+        return worker
 
     def _get(self, reference: Any) -> Any:
         while not self.ray.wait([reference], timeout=POLL_SECONDS)[0]:
@@ -342,28 +346,44 @@ def _connected(address: str | None, workers: int) -> Iterator[Any]:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM)
     here = {"num_cpus": workers, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-    try:
-        ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            logging_level="ERROR",
-            configure_logging=False,
-            **({} if address else here),
-        )
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        why = " ".join(str(error).split())[:300]
-        fix = "check --address, or leave it out to start workers here" if address else "--executor local"
-        raise UnsupportedHere("Ray cannot be reached or started", why, fix, "RCQ-ENV-01") from error
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, handler)
+    with _signals_kept():
+        for left in reversed(range(1 if address else STARTS)):
+            try:
+                ray.init(
+                    address=address or "local",
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    configure_logging=False,
+                    **({} if address else here),
+                )
+                break
+            except Exception as error:  # a start that takes too long is an Exception and nothing more
+                ray.shutdown()
+                if not left:
+                    raise _not_started(error, address) from error
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Keep our handler of SIGTERM, which Ray would replace."""
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _not_started(error: Exception, address: str | None) -> UnsupportedHere:
+    why = " ".join(str(error).split())[:300]
+    fix = "check --address, or leave it out to start workers here" if address else "--executor local"
+    return UnsupportedHere("Ray cannot be reached or started", why, fix, "RCQ-ENV-01")
 
 
 EXECUTOR = RayExecutor()

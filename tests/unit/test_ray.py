@@ -56,6 +56,7 @@ class FakeRay:
         self.started += 1
         about = _worker.About(b"", {}, "cpu", {})
         return SimpleNamespace(
+            ready=SimpleNamespace(remote=lambda: None),
             about=SimpleNamespace(remote=lambda: self._owe(about)),
             answer=SimpleNamespace(remote=lambda _specs, work: self._owe(work)),
         )
@@ -283,3 +284,12 @@ def _kill_one():
     for process in workers[:1]:
         os.kill(process.pid, signal.SIGKILL)
     return [process.pid for process in workers[:1]]
+
+
+@NEEDS_RAY
+def test_a_model_that_cannot_be_had_is_the_same_error_as_locally(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    batch = (SPEC.but(model="no-one/nothing"),)
+    with pytest.raises(UnsupportedHere, match="cannot be had"):
+        RayExecutor(workers=1).run((batch,), out=tmp_path, resume=False, progress=Silent())
+    assert not list(tmp_path.iterdir())
