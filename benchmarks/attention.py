@@ -4,7 +4,8 @@
 
 Synthetic heads with a known shape of attention (--data): topics (keys in clusters, values with a mean, the
 heads of a group from diffuse to sharp), needle (one token holds the mass), diffuse (even attention to
-zero-mean values), near-ties (all keys almost alike). Outputs are compared with float64 first; where one lies
+zero-mean values), near-ties (all keys almost alike); or layers of a real model that capture.py stored
+(--captured FILE). Outputs are compared with float64 first; where one lies
 outside its bound no ratio is printed. Ratios are of lower quartiles. Wall time means little on a busy
 machine: take one thread and its CPU time there.
 """
@@ -12,6 +13,7 @@ machine: take one thread and its CPU time there.
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,13 +93,24 @@ def correct(cache: LayerCache, data: Load, scale: float) -> dict[str, Any] | Non
     return {name: sum(shares) / len(shares) for name, shares in found.items()} | {"worst_error": worst}
 
 
-def measure(kind: str, tokens: int, args: argparse.Namespace) -> dict[str, Any] | None:
+def loads(args: argparse.Namespace) -> Iterator[tuple[str, Load, float]]:
+    """Yield name, data and scale of every row of the table."""
+    for layer in map(int, args.layers.split(",")) if args.captured else ():
+        found = torch.load(args.captured, weights_only=True)[layer]
+        queries = (found["queries"] * 8)[:8]
+        yield f"layer {layer}", Load(found["keys"], found["values"], queries), found["scale"]
+    for kind in args.data.split(",") if not args.captured else ():
+        for tokens in map(int, args.tokens.split(",")):
+            group = args.query_heads // args.kv_heads
+            yield kind, load(kind, args.kv_heads, group, tokens, args.dim, args.dtype), args.dim**-0.5
+
+
+def measure(kind: str, data: Load, scale: float, args: argparse.Namespace) -> dict[str, Any] | None:
     """Return one row of the table, None when the answers are wrong."""
-    data = load(kind, args.kv_heads, args.query_heads // args.kv_heads, tokens, args.dim, args.dtype)
-    scale = args.dim**-0.5
+    heads, tokens, dim = data.keys.shape
     cache = LayerCache(
-        "certified", query_heads=args.query_heads, kv_heads=args.kv_heads, head_dim=args.dim,
-        dtype=args.dtype, backend="cpu", eps=args.eps,
+        "certified", query_heads=len(data.queries[0]), kv_heads=heads, head_dim=dim, dtype=data.keys.dtype,
+        backend="cpu", eps=args.eps, scale=scale,
     )  # fmt: skip
     cache.prefill(data.keys, data.values)
     used = correct(cache, data, scale)
@@ -150,6 +163,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", default="8192,65536")
     parser.add_argument("--data", default="topics", help="topics,needle,diffuse,near-ties")
+    parser.add_argument("--captured", type=Path, help="a file of capture.py, instead of --data and --tokens")
+    parser.add_argument("--layers", default="1,5,10,15,20,25,29", help="of --captured")
     parser.add_argument("--query-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
@@ -160,15 +175,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append one line per row, with the machine")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    for kind in args.data.split(","):
-        for tokens in map(int, args.tokens.split(",")):
-            row = measure(kind, tokens, args)
-            if row is None:
-                sys.exit(f"{kind} at {tokens} tokens: an output lies outside its bound; no ratio is printed")
-            show(row)
-            if args.json:
-                with args.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row | {"environment": collect("cpu")}, sort_keys=True) + "\n")
+    for kind, data, scale in loads(args):
+        row = measure(kind, data, scale, args)
+        if row is None:
+            sys.exit(f"{kind}: an output lies outside its bound; no ratio is printed")
+        show(row)
+        if args.json:
+            with args.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row | {"environment": collect("cpu")}, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

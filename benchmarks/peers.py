@@ -1,0 +1,122 @@
+"""Cache update plus attention of one layer: the quantised caches of transformers against a certified layer.
+
+    python benchmarks/peers.py --tokens 8192 --threads 1 --json FILE
+
+Every side appends the same token and attends with the same query in each round. The peers store keys and
+values in 4 bits (groups of 64, 128 newest tokens in full) and give back the whole cache each step, which
+scaled_dot_product_attention then reads with the query group as rows, its fastest form. A peer that is not
+installed is named and left out: `pip install optimum-quanto hqq`. Errors are relative to float64 attention on
+the original tokens.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _timing import interleaved
+from attention import Load, load
+from torch import Tensor
+from transformers import cache_utils
+
+from rcq_cli import LayerCache
+from rcq_cli.environment import collect
+
+PEERS = {"quanto int4": "QuantoQuantizedLayer", "hqq int4": "HQQQuantizedLayer"}
+AXIS = {"quanto int4": 0, "hqq int4": 1}
+"""As `QuantizedCache` documents them for each backend."""
+
+
+def certified(data: Load, args: argparse.Namespace) -> Callable[[int], Tensor]:
+    """Return one step of a certified layer: the output `[Hq, D]` of appending a token and attending."""
+    cache = LayerCache(
+        "certified", query_heads=args.query_heads, kv_heads=args.kv_heads, head_dim=args.dim,
+        dtype=args.dtype, backend="cpu", eps=args.eps,
+    )  # fmt: skip
+    cache.prefill(data.keys, data.values)
+
+    def step(turn: int) -> Tensor:
+        cache.append(data.keys[:, turn], data.values[:, turn])
+        return cache.attend(data.queries[turn % 8]).output
+
+    return step
+
+
+def peer(name: str, data: Load, args: argparse.Namespace) -> Callable[[int], Tensor]:
+    """Return one step of a quantised layer of transformers; raises ImportError when it is not installed."""
+    kind: Any = getattr(cache_utils, PEERS[name])
+    layer = kind(nbits=4, axis_key=AXIS[name], axis_value=AXIS[name])
+    layer.update(data.keys[None], data.values[None])
+
+    def step(turn: int) -> Tensor:
+        token = slice(turn, turn + 1)
+        keys, values = layer.update(data.keys[None, :, token], data.values[None, :, token])
+        rows = data.queries[turn % 8].unflatten(0, (args.kv_heads, -1))[None]
+        return F.scaled_dot_product_attention(rows, keys, values)[0].flatten(0, 1)
+
+    return step
+
+
+def truth(data: Load, turn: int) -> Tensor:
+    """Return float64 attention after `turn + 1` appended tokens, `[Hq, D]`."""
+    k, v = (torch.cat((t, t[:, : turn + 1]), 1).double() for t in (data.keys, data.values))
+    groups = data.queries[turn % 8].double().unflatten(0, (k.shape[0], -1))
+    weights = torch.softmax(groups @ k.transpose(1, 2) * k.shape[-1] ** -0.5, -1)
+    return (weights @ v).flatten(0, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--data", default="topics")
+    parser.add_argument("--query-heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--dtype", default=torch.bfloat16, type=lambda name: getattr(torch, name))
+    parser.add_argument("--eps", type=float, default=0.05)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="append one line, with the machine")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    data = load(
+        args.data, args.kv_heads, args.query_heads // args.kv_heads, args.tokens, args.dim, args.dtype
+    )
+    sides, missing = {"certified": certified(data, args)}, {}
+    for name in PEERS:
+        try:
+            sides[name] = peer(name, data, args)
+        except ImportError as error:
+            missing[name] = str(error).splitlines()[0]
+    exact, errors = truth(data, 0), {}
+    for name, step in sides.items():
+        errors[name] = float((step(0).double() - exact).norm() / exact.norm())
+    timed = interleaved(
+        {name: lambda turn, step=step: step(turn + 1) for name, step in sides.items()}, args.rounds
+    )
+    print(
+        f"{args.data}, {args.tokens} tokens, {args.threads} threads, {args.rounds} rounds: update + attention"
+    )
+    for name, times in timed.items():
+        ratio = times.wall.median / timed["certified"].wall.median
+        print(
+            f"{name:>12}  median {times.wall.median:8.2f} ms [{times.wall.low:.2f}, {times.wall.high:.2f}]"
+            f"  over certified {ratio:5.1f}x  relative error {errors[name]:.1e}"
+        )
+    for name, why in missing.items():
+        print(f"{name:>12}  not measured: {why}")
+    if args.json:
+        row = {
+            "tokens": args.tokens, "data": args.data, "threads": args.threads, "errors": errors,
+            "ms": {name: t.wall._asdict() for name, t in timed.items()}, "missing": missing,
+            "environment": collect("cpu"),
+        }  # fmt: skip
+        with args.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
