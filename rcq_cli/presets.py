@@ -380,10 +380,10 @@ def _backend(name: str) -> str:
 
 
 def _device(name: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+    if re.fullmatch(r"auto|split|cpu|cuda(:\d+)?", name):
         return name
     raise SpecError(
-        f"--device {name!r} is not allowed", fix="allowed: auto, cpu, cuda, cuda:0", id="RCQ-USE-07"
+        f"--device {name!r} is not allowed", fix="allowed: auto, cpu, cuda, cuda:0, split", id="RCQ-USE-07"
     )
 
 

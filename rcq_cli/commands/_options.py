@@ -47,7 +47,10 @@ Backend = Annotated[
         "--backend", metavar="NAME", help="Who computes: auto, reference, cpu, triton. [default: auto]"
     ),
 ]
-Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:I.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:I, or split: over all of them."),
+]
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16, of the model."),

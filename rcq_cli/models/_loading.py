@@ -8,12 +8,14 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rcq_cli.errors import BrokenRun, RcqError, SpecError, UnsupportedHere, UnsupportedModel
+from rcq_cli.models._download import cache_home
 from rcq_cli.models._tokenizer import ModelTokenizer
 from rcq_cli.protocols import Json, Loaded
 
@@ -23,12 +25,18 @@ WHOLE_FILE_BYTES = 2**30
 """Weight files above this size are identified by header and size, smaller ones by their whole content."""
 
 
+SPLIT = "split"
+"""Device of a model that no single one holds: layers over all GPUs, then memory, then disk."""
+
+
 def pick_device(device: str) -> torch.device:
     """Return the torch device `device` names; `auto` is CUDA where there is one. Raises `UnsupportedHere`."""
-    if device == "auto":
+    if device in ("auto", SPLIT):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise SpecError(f"device {device!r}", fix="allowed: auto, cpu, cuda, cuda:0, ...", id="RCQ-USE-15")
+        raise SpecError(
+            f"device {device!r}", fix=f"allowed: auto, {SPLIT}, cpu, cuda, cuda:0, ...", id="RCQ-USE-15"
+        )
     chosen = torch.device(device)
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise UnsupportedHere(
@@ -97,6 +105,7 @@ def load_pretrained(folder: str, name: str, device: str, dtype: str, **options: 
             dtype=pick_dtype(dtype, place),
             attn_implementation="sdpa",
             output_loading_info=True,
+            **(_placement(name) if device == SPLIT else {}),
             **options,
         )
     if info["missing_keys"]:
@@ -106,7 +115,20 @@ def load_pretrained(folder: str, name: str, device: str, dtype: str, **options: 
             fix="download the model again",
             id="RCQ-MOD-03",
         )
-    return model.eval().to(place), tokenizer
+    model = model.eval()
+    return model if device == SPLIT else model.to(place), tokenizer
+
+
+def _placement(name: str) -> dict[str, Any]:
+    """Return what transformers needs to spread a model; raise `UnsupportedHere` without accelerate."""
+    if find_spec("accelerate") is None:
+        raise UnsupportedHere(
+            f"{name} cannot be spread over devices",
+            "it needs accelerate",
+            "pip install accelerate",
+            "RCQ-ENV-02",
+        )
+    return {"device_map": "auto", "offload_folder": str(cache_home() / "offload")}
 
 
 def as_loaded(name: str, model: Any, tokenizer: ModelTokenizer, **identity: Json) -> Loaded:
