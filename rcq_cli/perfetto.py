@@ -25,12 +25,17 @@ class Exported(NamedTuple):
     truncated: dict[str, Json] | None
 
 
-def export(samples: Sequence[Recorded], title: str, wanted: Filter, max_mib: float = 64.0) -> Exported:
-    """Return the trace of `samples`; beyond `max_mib` (uncompressed) slices stop and counters go on."""
+def export(
+    samples: Sequence[Recorded], title: str, wanted: Filter, max_mib: float = 64.0, every: int = 1
+) -> Exported:
+    """Return the trace of `samples`, each `every`th step of it.
+
+    Beyond `max_mib` (uncompressed) slices stop and counters go on.
+    """
     limit, used = int(max_mib * (1 << 20)), 0
     events: list[dict[str, Json]] = list(_names(title))
     truncated = None
-    for event, at_step in _events(samples, wanted):
+    for event, at_step in _events(samples, wanted, every):
         size = len(json.dumps(event)) + 1
         if event["ph"] == "X" and used + size > limit:
             truncated = truncated or {"at_step": at_step, "reason": f"slices reached {max_mib:g} MiB"}
@@ -47,7 +52,7 @@ def _names(title: str) -> Iterator[dict[str, Json]]:
         yield {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": lane, "ts": 0, "args": {"name": name}}
 
 
-def _events(samples: Sequence[Recorded], wanted: Filter) -> Iterator[tuple[dict[str, Json], int]]:
+def _events(samples: Sequence[Recorded], wanted: Filter, every: int) -> Iterator[tuple[dict[str, Json], int]]:
     """Yield events in time order, each with its step."""
     at_ns = 0
     for entry in samples:
@@ -57,7 +62,7 @@ def _events(samples: Sequence[Recorded], wanted: Filter) -> Iterator[tuple[dict[
         yield _slice(SAMPLES, entry.sample_id, at_ns, sum(entry.step_ns), {"steps": count}), 0
         for step in range(count):
             spent = entry.step_ns[step - untimed] if step >= untimed else 0
-            row = rows.get(step)
+            row = None if step % every else rows.get(step)
             if row is not None:
                 args = {name: row[name] for name in ("violations", "exact", "audited", "rungs")}
                 if spent:

@@ -42,6 +42,9 @@ class Clock(Protocol):
     def leave(self) -> None:
         """Note that the phase entered last ends."""
 
+    def cover(self, whole: str, parts: tuple[str, ...]) -> None:
+        """Note that in this step `whole` holds the time of `parts`, which nobody can tell apart."""
+
 
 _clock: Clock | None = None
 _OFF: AbstractContextManager[None] = nullcontext()
@@ -65,6 +68,12 @@ class _Mark:
 def heard() -> bool:
     """Return whether a clock listens, so that work which runs as one piece can be taken apart."""
     return _clock is not None
+
+
+def covers(whole: str, *parts: str) -> None:
+    """Say that phase `whole` of this step does the work of `parts` too: they took time that has no mark."""
+    if _clock is not None:
+        _clock.cover(whole, parts)
 
 
 def phase(name: str) -> AbstractContextManager[None]:

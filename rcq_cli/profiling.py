@@ -76,11 +76,18 @@ class Timed(NamedTuple):
     """By phase, one entry per step; empty for a mode whose reads nobody counts."""
 
 
-def time_phases(arm: Stepper, clock: StepClock, effort: Effort) -> Timed:
-    """Take steps under the clock, at most `effort.steps`."""
+def nothing() -> None:
+    """Do nothing between two steps: the processor's caches hold what the step before left."""
+
+
+def time_phases(
+    arm: Stepper, clock: StepClock, effort: Effort, between: Callable[[], None] = nothing
+) -> Timed:
+    """Take steps under the clock, at most `effort.steps`; `between` runs before each, outside its time."""
     reads = []
     until = time.monotonic() + effort.steps_s
     for count in range(effort.steps):
+        between()
         arm.step(clock)
         found = arm.reads()
         if found is not None:
@@ -91,15 +98,27 @@ def time_phases(arm: Stepper, clock: StepClock, effort: Effort) -> Timed:
 
 
 def take_turns(
-    reference: Stepper, candidate: Stepper, effort: Effort, step_ns: tuple[int, int]
+    reference: Stepper,
+    candidate: Stepper,
+    effort: Effort,
+    step_ns: tuple[int, int],
+    between: Callable[[], None] = nothing,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return blocks of step times of both arms, ordered A B B A; `step_ns` is what a step of each takes."""
+    """Return blocks of step times of both arms, ordered A B B A; `step_ns` is what a step of each takes.
+
+    `between` runs before each step, outside its time.
+    """
+
+    def step(arm: Stepper) -> int:
+        between()
+        return arm.step()
+
     pairs, block = plan_pairs(effort, sum(step_ns))
     taken: dict[str, list[list[int]]] = {"reference": [], "candidate": []}
     arms = {"reference": reference, "candidate": candidate}
     for pair in timings.abba(pairs):
         for name in pair:
-            taken[name].append([arms[name].step() for _ in range(block)])
+            taken[name].append([step(arms[name]) for _ in range(block)])
     return taken["reference"], taken["candidate"]
 
 
@@ -116,21 +135,21 @@ def phase_rows(timed: Timed, ceiling: Reading | None, *, reference: bool) -> lis
 
     `reference`: a dense arm, which has no certificate phases at all.
     """
-    total = sum(step.step_ns for step in timed.steps)
     entered = {name for step in timed.steps for name in step.entries}
-    merged = not reference and not entered & set(INSIDE_ATTENTION)
+    covered = {part: whole for step in timed.steps for part, whole in step.covered.items()}
+    if not reference and not entered & set(INSIDE_ATTENTION):
+        covered = dict.fromkeys(INSIDE_ATTENTION, "attend")
     rows = []
     for name in (*PHASES, UNATTRIBUTED):
-        if name == UNATTRIBUTED or name in entered:
-            rows.append(_measured(name, timed, total, merged, ceiling))
-        elif name == "model":
+        if name == "model" and name not in entered:
             rows.append(_absent(name, "not_applicable", "no model runs here"))
-        elif reference:
+        elif reference and name not in (*entered, UNATTRIBUTED):
             rows.append(_absent(name, "not_applicable", "dense attention has no such phase"))
-        elif merged and name != "fallback":
-            rows.append(_absent(name, "merged", "not told apart: its time is in attend"))
+        elif name in covered and name not in entered:
+            rows.append(_absent(name, "merged", f"not told apart: the time is in {covered[name]}"))
         else:  # the mode marks its phases, so one that was never entered took no time
-            rows.append(_measured(name, timed, total, merged, ceiling))
+            parts = [part for part, whole in covered.items() if whole == name and part not in entered]
+            rows.append(_measured(name, timed, parts, ceiling))
     return rows
 
 
@@ -141,13 +160,14 @@ def _absent(name: str, status: str, detail: str) -> dict[str, Json]:
     return {"name": name, **dict.fromkeys(_EMPTY), "calls": 0, "status": status, "detail": detail}
 
 
-def _measured(name: str, timed: Timed, total: int, merged: bool, ceiling: Reading | None) -> dict[str, Json]:
+def _measured(name: str, timed: Timed, parts: Sequence[str], ceiling: Reading | None) -> dict[str, Json]:
+    """Return the row of a phase that has marks; `parts` are the phases without, whose bytes it moves."""
     times = [step.of(name) or 0 for step in timed.steps]
     row: dict[str, Json] = {"name": name}
     row |= timings.quantile_ms(times, 50, "p50_ms") | timings.quantile_ms(times, 90, "p90_ms")
-    row["share"] = sum(times) / total
+    row["share"] = sum(times) / sum(step.step_ns for step in timed.steps)
     row["calls"] = fmean(step.entries.get(name, 0) for step in timed.steps)
-    count = _bytes(name, timed, merged)
+    count = _bytes((name, *parts), timed)
     row["bytes"] = count
     if count is None:
         row["bytes_status"] = "not_counted"
@@ -158,12 +178,27 @@ def _measured(name: str, timed: Timed, total: int, merged: bool, ceiling: Readin
     return row
 
 
-def _bytes(name: str, timed: Timed, merged: bool) -> int | None:
-    """Return the mean bytes a step moves in a phase; a fused `attend` moves what all of its parts do."""
-    names = ("attend", *INSIDE_ATTENTION) if merged and name == "attend" else (name,)
-    if not timed.reads or not any(part in timed.reads[0] for part in names):
+def _bytes(names: Sequence[str], timed: Timed) -> int | None:
+    """Return the mean bytes a step moves in these phases, None where nobody counts any of them."""
+    if not timed.reads or not any(name in timed.reads[0] for name in names):
         return None
-    return round(fmean(sum(reads.get(part, 0) for part in names) for reads in timed.reads))
+    return round(fmean(sum(reads.get(name, 0) for name in names) for reads in timed.reads))
+
+
+def layer_rows(timed: Timed, layers: Sequence[int]) -> list[dict[str, Json]]:
+    """Return the phases of each layer's attention from the steps that tell layers apart; `layers` names them.
+
+    Empty where no step does.
+    """
+    steps = [step.layers for step in timed.steps if step.layers]
+    rows = []
+    for place, layer in enumerate(layers if steps else ()):
+        mine = [step[place] for step in steps]
+        names = [name for name in PHASES if any(name in spent for spent in mine)]
+        mean_ms = {name: fmean(spent.get(name, 0) for spent in mine) / 1e6 for name in names}
+        whole = timings.quantile_ms([sum(spent.values()) for spent in mine], 50, "p50_ms")
+        rows.append({"layer": layer, "steps": len(steps), **whole, "phases_mean_ms": mean_ms})
+    return rows
 
 
 def step_record(timed: Timed) -> dict[str, Json]:

@@ -21,7 +21,7 @@ from rcq_cli.kernels._cpu_integer import TEAM
 from rcq_cli.kernels._cpu_state import Limits
 from rcq_cli.kernels._cpu_vector import LANES
 from rcq_cli.kernels._format import TierFormat
-from rcq_cli.phases import heard, phase, phased
+from rcq_cli.phases import covers, heard, phase, phased
 from rcq_cli.protocols import Certificate, Step
 
 _local = threading.local()
@@ -175,6 +175,8 @@ def run_kernel(
     with phase("score"):
         cpu.run(piece, address, cpu.PREPARE, pieces, 0)
         cpu.run(piece, address, cpu.SCORE, pieces * ranges, 0)
+    if budget is not None:  # a block is compared with its originals, where they lie, as soon as it is chosen
+        covers("select", "rank_check", "page_in")
     for number in range(max(1, turn.rounds)):
         with phase("select"):
             cpu.run(piece, address, cpu.PLAN, pieces, number)

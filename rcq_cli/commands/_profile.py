@@ -26,8 +26,12 @@ class Asked(NamedTuple):
     """The flags of profile alone."""
 
     effort: Effort
-    attribution: bool
-    required: tuple[str, ...]
+    attribution: bool = False
+    required: tuple[str, ...] = ()
+    every: int = 0
+    """Layers are told apart in each so many steps; 0: never."""
+    cold: bool = False
+    """Empty the processor's caches before each step."""
 
 
 class Place(NamedTuple):
@@ -81,18 +85,19 @@ def cell(place: Place, room: Room, asked: Asked) -> dict[str, Json]:
     from rcq_cli.engine.clock import clock_for
 
     arm, dense = place.candidate, place.reference
-    clock = clock_for(place.device)
+    clock = clock_for(place.device, asked.every)
+    between = bandwidth.evictor(place.device) if asked.cold else profiling.nothing
     with arm.ready():
         warmth = profiling.warm_up(arm.step, asked.effort.warm_s)
         first_tokens = arm.tokens
-        timed = profiling.time_phases(arm, clock, asked.effort)
+        timed = profiling.time_phases(arm, clock, asked.effort, between)
         attribution = _attribution(arm) if asked.attribution else None
         record: dict[str, Json] = {"dense_warmup": None}
         if dense is not None:
             dense_warmth = profiling.warm_up(dense.step, asked.effort.warm_s)
             record["dense_warmup"] = dense_warmth.to_json()
             middles = (dense_warmth.steps_ns[-1], timed.steps[-1].step_ns)
-            blocks = profiling.take_turns(dense, arm, asked.effort, middles)
+            blocks = profiling.take_turns(dense, arm, asked.effort, middles, between)
             record |= profiling.ratio_record(*blocks, noisy=room.noisy())
     step_ms = profiling.step_record(timed)
     if dense is None:
@@ -106,10 +111,18 @@ def cell(place: Place, room: Room, asked: Asked) -> dict[str, Json]:
         "bandwidth": {name: reading.value for name, reading in room.bandwidth.items()}
         | {f"{name}_source": reading.detail for name, reading in room.bandwidth.items()},
         "warmup": warmth.to_json(),
+        "layers": profiling.layer_rows(timed, [_layer_of(i, state) for i, state in enumerate(arm.states)]),
+        "caches": "cold" if asked.cold else "warm",
         "window": {"policy": "grow", "first_tokens": first_tokens, "last_tokens": arm.tokens},
         "clock": type(clock).__name__,
         "attribution": attribution,
     }
+
+
+def _layer_of(place: int, state: Any) -> int:
+    """Return the number of a layer in its model."""
+    number = getattr(getattr(state, "geometry", None), "layer", None)
+    return place if number is None else int(number)
 
 
 def _memory(place: Place, room: Room) -> dict[str, Json]:

@@ -41,6 +41,18 @@ Steps = Annotated[str, typer.Option("--steps", metavar="N", help="Steps timed by
 Pairs = Annotated[
     str, typer.Option("--pairs", metavar="N", help="Pairs of blocks for the ratio to dense, at most.")
 ]
+Granularity = Annotated[
+    str,
+    typer.Option("--granularity", metavar="WHAT", help="step, or layer: the phases of every layer too."),
+]
+Every = Annotated[
+    str | None,
+    typer.Option("--every", metavar="N", help="With --granularity layer: in each Nth step. [default: 1]"),
+]
+Caches = Annotated[
+    str,
+    typer.Option("--cache", metavar="STATE", help="warm, or cold: the processor's caches are emptied first."),
+]
 Require = Annotated[
     list[str] | None,
     typer.Option("--require", metavar="READING", help="Fail (7) without it: nvml, allocator, vm_hwm_bytes."),
@@ -64,6 +76,9 @@ def command(
     dtype: o.Dtype = None,
     steps: Steps = "64",
     pairs: Pairs = "12",
+    granularity: Granularity = "step",
+    every: Every = None,
+    cache: Caches = "warm",
     attribution: Attribution = False,
     require: Require = None,
     dry_run: o.DryRun = False,
@@ -80,6 +95,8 @@ def command(
     asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
     shell = o.shell_of(context)
     shell.parsed("profile", format=format, json_target=json, quiet=quiet, verbose=verbose)
+    layers = _every(granularity, every)
+    o.choose(cache, ("warm", "cold"), "--cache")
     plan = _plan(tuple(mode or ()), asked, geometry)
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
@@ -89,8 +106,18 @@ def command(
     from rcq_cli.profiling import Effort
 
     effort = Effort(steps=o.whole(steps, "--steps", 5) or 5, pairs=o.whole(pairs, "--pairs", 2) or 2)
-    cells = _measure(shell, plan, geometry, dtype, Asked(effort, attribution, tuple(require or ())))
+    wanted = Asked(effort, attribution, tuple(require or ()), layers, cache == "cold")
+    cells = _measure(shell, plan, geometry, dtype, wanted)
     _answer(shell, cells, breakdown)
+    return 0
+
+
+def _every(granularity: str, every: str | None) -> int:
+    """Return in which steps layers are told apart: each Nth one, 0 for none."""
+    if o.choose(granularity, ("step", "layer"), "--granularity") == "layer":
+        return o.whole(every, "--every", 1) or 1
+    if every is not None:
+        raise SpecError("--every has no meaning without --granularity layer", fix="add it", id="RCQ-USE-02")
     return 0
 
 

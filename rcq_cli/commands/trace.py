@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -48,6 +48,11 @@ MaxMib = Annotated[
     str, typer.Option("--trace-max-mib", metavar="N", help="Largest Perfetto trace, before packing.")
 ]
 
+EveryNth = Annotated[
+    str | None,
+    typer.Option("--trace-every", metavar="N", help="Each Nth step of a Perfetto trace. [default: 1]"),
+]
+
 
 def command(
     context: typer.Context,
@@ -76,6 +81,7 @@ def command(
     as_: As = None,
     to: To = None,
     trace_max_mib: MaxMib = "64",
+    trace_every: EveryNth = None,
     executor: o.Executor = None,
     workers: o.Workers = None,
     address: o.Address = None,
@@ -97,7 +103,7 @@ def command(
     asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
     wanted = _filter(given)
     if not words:
-        _refuse(given, ("as_", "to", *_FILTERS), "while recording; name an action first")
+        _refuse(given, ("as_", "to", "trace_every", *_FILTERS), "while recording; name an action first")
         return _record(shell, asked, given)
     action, *runs = words
     o.choose(action, ACTIONS, "trace")
@@ -105,8 +111,8 @@ def command(
     readers = _readers(action, runs)
     if action == "export":
         _refuse(given, ("json",), "with export; --format and --to say what is written")
-        return _export(shell, readers[0], wanted, as_ or "perfetto", to, given["trace_max_mib"])
-    _refuse(given, ("as_", "to"), f"with {action}; it belongs to export")
+        return _export(shell, readers[0], wanted, as_ or "perfetto", to, _limits(given))
+    _refuse(given, ("as_", "to", "trace_every"), f"with {action}; it belongs to export")
     return _show(shell, readers[0], wanted) if action == "show" else _diff(shell, readers, wanted)
 
 
@@ -120,10 +126,22 @@ def _filter(given: dict[str, Json]) -> Filter:
     return Filter(sample=given["sample"], **numbers)
 
 
+class _Limits(NamedTuple):
+    """What keeps a Perfetto trace small enough to open."""
+
+    max_mib: int
+    every: int
+
+
+def _limits(given: dict[str, Json]) -> _Limits:
+    largest = o.whole(given["trace_max_mib"], "--trace-max-mib", 1) or 1
+    return _Limits(largest, o.whole(given["trace_every"], "--trace-every", 1) or 1)
+
+
 def _refuse(given: dict[str, Json], names: Sequence[str], where: str) -> None:
     for name in names:
         if given.get(name) is not None:
-            flag = "--format" if name == "as_" else f"--{name}"
+            flag = "--format" if name == "as_" else "--" + name.replace("_", "-")
             raise SpecError(f"{flag} has no meaning {where}", fix=f"leave {flag} out", id="RCQ-USE-02")
 
 
@@ -227,13 +245,17 @@ def _diff(shell: Shell, readers: Sequence[RunReader], wanted: Filter) -> int:
     return 0
 
 
-def _export(shell: Shell, reader: RunReader, wanted: Filter, kind: str, to: str | None, max_mib: str) -> int:
+def _export(
+    shell: Shell, reader: RunReader, wanted: Filter, kind: str, to: str | None, limits: _Limits
+) -> int:
     from rcq_cli.traces import flat, recorded
 
     o.choose(kind, FORMATS, "--format")
     samples = recorded(reader, wanted.sample)
     if kind == "perfetto":
-        return _export_perfetto(shell, reader, samples, wanted, to, max_mib)
+        return _export_perfetto(shell, reader, samples, wanted, to, limits)
+    if limits.every > 1:
+        raise SpecError(f"--trace-every has no meaning with --format {kind}", fix="--step N", id="RCQ-USE-02")
     found = flat(samples, wanted)
     if kind == "parquet":
         return _export_parquet(shell, found, to)
@@ -245,15 +267,13 @@ def _export(shell: Shell, reader: RunReader, wanted: Filter, kind: str, to: str 
 
 
 def _export_perfetto(
-    shell: Shell, reader: RunReader, samples: Json, wanted: Filter, to: str | None, max_mib: str
+    shell: Shell, reader: RunReader, samples: Json, wanted: Filter, to: str | None, limits: _Limits
 ) -> int:
     from rcq_cli import perfetto
 
     spec = reader.spec
     title = " ".join(filter(None, (spec.task, str(spec.ctx or ""), spec.mode, spec.model)))
-    document, truncated = perfetto.export(
-        samples, title, wanted, float(o.whole(max_mib, "--trace-max-mib", 1) or 1)
-    )
+    document, truncated = perfetto.export(samples, title, wanted, limits.max_mib, limits.every)
     if truncated:
         shell.warn(
             f"{truncated['reason']} at step {truncated['at_step']}: no slices after it, counters go on"

@@ -12,27 +12,22 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from rcq_cli.page import svg
+from rcq_cli.page import drawn, svg
 from rcq_cli.reports import _columns
 from rcq_cli.reports.breakdown import REPORT as BREAKDOWN
 from rcq_cli.reports.breakdown import title_of
 from rcq_cli.reports.paired import REPORT as PAIRED
 from rcq_cli.reports.summary import REPORT as SUMMARY
 from rcq_cli.reports.timeline import REPORT as TIMELINE
-from rcq_cli.table import Cell, Column, Table, binary_bytes, decimal, share, significant, tokens
+from rcq_cli.table import Cell, Column, Table, binary_bytes, decimal, share, significant
 
 Json = Any
 Record = Mapping[str, Json]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MAP_CELLS = 6000
 """Heads drawn one by one over all runs; beyond that a map shows layers only."""
-POINTS = 240
-"""Steps a timeline draws; a longer one is gathered."""
-AXES = (
-    ("tier1", "tier 1 (device memory of the cache)"),
-    ("device", "device in all, scratch included"),
-    ("system", "device and host"),
-)
+WRAP = "wrap"
+"""Style of a cell whose text may take several lines."""
 
 
 def render(document: Record) -> str:
@@ -69,7 +64,7 @@ def _sections(document: Record) -> Iterator[tuple[str, str, str]]:
     yield "phases", "Where a step's time goes", _phases(document)
     yield "certificates", "Certificates", _certificates(document)
     yield "accuracy", "Accuracy", _accuracy(document)
-    yield "pareto", "Memory against accuracy", _pareto(document)
+    yield "pareto", "Memory against accuracy", drawn.pareto(document)
     yield (
         "machine",
         "Machine and software",
@@ -158,7 +153,7 @@ def _contract(document: Record) -> str:
     contract = document["contract"]
     if not contract["runs"]:
         return ""
-    rows = tuple((Cell(name), Cell(_short(value))) for name, value in contract["common"].items())
+    rows = tuple((Cell(name), Cell(_short(value), WRAP)) for name, value in contract["common"].items())
     same = table_html(Table("", (Column("field"), Column("value")), rows))
     count = f"{len(rows)} fields are the same in all {len(contract['runs'])} runs"
     return _across(contract["runs"], contract["differing"], "differs between runs") + _folded(count, same)
@@ -174,7 +169,7 @@ def _across(runs: Sequence[str], fields: Mapping[str, Sequence[Json]], title: st
         return ""
     if len(runs) <= 3:
         columns = (Column("field"), *(Column(name) for name in runs))
-        rows = [(Cell(name), *(Cell(_short(v)) for v in values)) for name, values in fields.items()]
+        rows = [(Cell(name), *(Cell(_short(v), WRAP) for v in values)) for name, values in fields.items()]
         return table_html(Table(title, columns, tuple(rows)))
     rows = []
     for name, values in fields.items():
@@ -183,15 +178,16 @@ def _across(runs: Sequence[str], fields: Mapping[str, Sequence[Json]], title: st
             places.setdefault(_short(value), []).append(run)
         for value, found in places.items():
             where = "all runs" if len(found) == len(runs) else ", ".join(found)
-            rows.append((Cell(name), Cell(value), Cell(where, "faint")))
+            rows.append((Cell(name), Cell(value, WRAP), Cell(where, WRAP)))
     return table_html(Table(title, (Column("field"), Column("value"), Column("runs")), tuple(rows)))
 
 
 def _short(value: Json) -> str:
+    """Return a value as text, a digest by its first digits: the whole one is in the data below."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     if len(text) >= 40 and not text.strip("0123456789abcdef"):
         return f"{text[:12]}..."
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text
 
 
 def _memory(document: Record) -> str:
@@ -216,8 +212,8 @@ def _memory(document: Record) -> str:
     about = (
         "bytes held at the end of a sample, by kind; the dashed outline is a dense cache of 16-bit elements"
     )
-    drawn = svg.stacked(bars, about)
-    return f'<p class="soft">{escape(about.capitalize())}.</p>{drawn}{table_html(_memory_table(document))}'
+    told = f'<p class="soft">{escape(about.capitalize())}.</p>'
+    return told + svg.stacked(bars, about) + table_html(_memory_table(document))
 
 
 def _memory_table(document: Record) -> Table:
@@ -233,7 +229,7 @@ def _memory_table(document: Record) -> Table:
             dense = held["dense_equivalent"]
             shown = (
                 f"{binary_bytes(size)} ({share(size / dense)})" if dense else binary_bytes(size)
-                for size in axis_bytes(held).values()
+                for size in drawn.axis_bytes(held).values()
             )
             rows.append(
                 (
@@ -244,15 +240,6 @@ def _memory_table(document: Record) -> Table:
                 )
             )
     return Table("", columns, tuple(rows))
-
-
-def axis_bytes(held: Record) -> dict[str, int]:
-    """Return the three totals that belong together."""
-    return {
-        "tier1": held["device"],
-        "device": held["device"] + held["scratch"],
-        "system": held["device"] + held["scratch"] + held["host"],
-    }
 
 
 def _phases(document: Record) -> str:
@@ -272,10 +259,10 @@ def _phases(document: Record) -> str:
         dense = (cell.get("dense_step_ms") or {}).get("p50")
         outline = svg.Segment("dense, median step", dense, f"{dense:.3g} ms") if dense else None
         bars.append(svg.Bar(f"{title_of(cell)}: mean step {mean:.3g} ms", segments, outline))
-    drawn = svg.stacked(bars, "time of a decode step by phase; the dashed outline is a dense step")
+    stacked = svg.stacked(bars, "time of a decode step by phase; the dashed outline is a dense step")
     tables = BREAKDOWN.tables({"cells": document["profiles"]})
     # the bar of letters is for terminals
-    return drawn + "".join(table_html(t) for t in tables if not (t.notes and t.notes[0].startswith("[")))
+    return stacked + "".join(table_html(t) for t in tables if not (t.notes and t.notes[0].startswith("[")))
 
 
 def _certificates(document: Record) -> str:
@@ -283,129 +270,24 @@ def _certificates(document: Record) -> str:
     parts = []
     for shown in document["traces"]:
         series, worst = TIMELINE.tables(shown)[0], TIMELINE.tables(shown)[2]
-        drawn = _timeline(shown) + _map(shown, each=heads <= MAP_CELLS)
-        parts.append(table_html(Table(series.title, (), (), series.notes)) + drawn + table_html(worst))
+        parts += [
+            table_html(Table(series.title, (), (), series.notes)),
+            drawn.timeline(shown),
+            drawn.head_map(shown, each=heads <= MAP_CELLS),
+            table_html(worst),
+        ]
     if parts:
         told = "A certificate holds for one head and step of one attention output, not for the text."
         parts.append(f'<p class="note">{told}</p>')
     return "".join(parts)
 
 
-def _timeline(shown: Record) -> str:
-    rows = shown["series"]
-    size = max(1, -(-len(rows) // POINTS))
-    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-
-    def largest(name: str) -> list[float | None]:
-        return [max((r[name] for r in group if r[name] is not None), default=None) for group in groups]
-
-    shares = []
-    for group in groups:
-        counts = [sum(column) for column in zip(*(row["rungs"] for row in group), strict=True)]
-        shares.append([count / (sum(counts) or 1) for count in counts])
-    lines = (
-        svg.Line("relative bound, largest", largest("bound_max"), "line a"),
-        svg.Line("relative bound, median", largest("bound_p50"), "line b"),
-        svg.Line("relative true error, largest", largest("error_max"), "dots"),
-    )
-    marks = [i for i, group in enumerate(groups) if any(row["violations"] for row in group)]
-    limit = None if not shown.get("eps") else ("eps", float(shown["eps"]))
-    band = svg.Band([f"rung {rung}" for rung in range(5)], shares)
-    steps = [group[0]["step"] for group in groups]
-    return svg.timeline(
-        steps, lines, band, limit, marks, "relative bound and true error over decode steps, rungs below"
-    )
-
-
-def _map(shown: Record, *, each: bool) -> str:
-    rows = []
-    for layer in shown["map"]:
-        counts = layer["rungs"]
-        if not each:
-            counts = [[sum(column) for column in zip(*counts, strict=True)]]
-        cells = [
-            _map_cell(f"layer {layer['layer']}, head {head}", entry)
-            for head, entry in zip(layer["heads"] if each else ["all"], counts, strict=True)
-        ]
-        rows.append((f"L{layer['layer']}", cells))
-    columns = [str(head) for head in shown["map"][0]["heads"]] if each else ["all heads"]
-    about = "highest rung of each query head; the colour is the share of its head-steps above rung 0"
-    return f'<p class="soft">{escape(about.capitalize())}.</p>' + svg.grid(rows, columns, about, 20)
-
-
-def _map_cell(place: str, counts: Sequence[int]) -> svg.GridCell:
-    total = sum(counts) or 1
-    top = max((rung for rung, count in enumerate(counts) if count), default=0)
-    told = ", ".join(f"rung {rung}: {share(count / total)}" for rung, count in enumerate(counts) if count)
-    return svg.GridCell(1 - counts[0] / total, str(top), f"{place}: {told}")
-
-
 def _accuracy(document: Record) -> str:
     tables = list(SUMMARY.tables(document)) if document["cells"] else []
     if document["pairs"]:
         tables += PAIRED.tables(document)
-    maps = "".join(f"<div>{_heat(found)}</div>" for found in document["heatmaps"])
+    maps = "".join(f"<div>{drawn.heatmap(found)}</div>" for found in document["heatmaps"])
     return "".join(map(table_html, tables)) + f'<div class="row">{maps}</div>'
-
-
-def _heat(found: Record) -> str:
-    columns = [tokens(ctx) for ctx in found["contexts"]]
-    rows = [
-        (
-            f"{row['depth']:g}%",
-            [
-                None
-                if cell is None
-                else svg.GridCell(
-                    cell["score"],
-                    f"{cell['score']:.2f}",
-                    f"depth {row['depth']:g}%, {name}: {cell['score']:.3f}, n = {cell['n']}, "
-                    f"95% [{cell['ci'][0]:.2f}, {cell['ci'][1]:.2f}]",
-                )
-                for name, cell in zip(columns, row["cells"], strict=True)
-            ],
-        )
-        for row in found["rows"]
-    ]
-    about = f"score by needle depth and context, {found['mode']}"
-    return f"<h3>{escape(about)}</h3>" + svg.grid(rows, columns, about)
-
-
-def _pareto(document: Record) -> str:
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for cell in document["cells"]:
-        usable = cell.get("bytes") and cell.get("score") is not None and cell["bytes"]["dense_equivalent"]
-        if usable and cell.get("higher_is_better", True):
-            key = (_columns.place(cell), _columns.model_name(cell), cell["metric"])
-            groups.setdefault(key, []).append(cell)
-    parts = []
-    for (place, model, metric), cells in groups.items():
-        if len(cells) < 2:
-            continue
-        parts.append(f"<h3>{escape(place)}, {escape(model)}</h3>")
-        for axis, name in AXES:
-            drawn = svg.pareto(_points(cells, axis), f"{name}, of dense", metric, f"{metric} against {name}")
-            parts.append(f'<div data-axis="{axis}">{drawn}</div>')
-    if not parts:
-        return ""
-    buttons = "".join(
-        f'<button type="button" data-show="{axis}">{escape(name)}</button>' for axis, name in AXES
-    )
-    return f'<div class="only-js">{buttons}</div>' + "".join(parts)
-
-
-def _points(cells: Sequence[Record], axis: str) -> list[svg.Point]:
-    places = {
-        str(i): (axis_bytes(c["bytes"])[axis] / c["bytes"]["dense_equivalent"], c["score"])
-        for i, c in enumerate(cells)
-    }
-    front = svg.frontier(places)
-    points = []
-    for i, cell in enumerate(cells):
-        x, y = places[str(i)]
-        low, high = cell.get("score_ci") or (y, y)
-        points.append(svg.Point(cell["mode"], x, y, low, high, str(i) in front))
-    return points
 
 
 def _raw(document: Record) -> str:

@@ -71,7 +71,7 @@ class Breakdown:
         cells = cells_of(document)
         out = [_steps(cells)]
         for cell in cells if breakdown else ():
-            out += [_bar(cell), _phases(cell), _ledger(cell), *_attribution(cell)]
+            out += [_bar(cell), _phases(cell), *_layers(cell), _ledger(cell), *_attribution(cell)]
         if document.get("growth"):
             out.append(_growth(document["growth"]))
         return tuple(out)
@@ -109,6 +109,8 @@ def _steps(cells: Sequence[Record]) -> Table:
             f"{place}: warm-up {warm['warmup_steps']} steps ({state}), first step "
             f"{ms(warm['cold_first_ms'])}, {step['outliers']} outliers kept"
         )
+        if cell.get("caches") == "cold":
+            notes.append(f"{place}: the processor's caches were emptied before each step")
         if cell.get("dense_variant"):
             notes.append(f"{place}: dense is the fastest variant here, {cell['dense_variant']}")
         notes += [f"{place}: {why}" for why in [(cell.get("ratio") or {}).get("reason")] if why]
@@ -238,6 +240,26 @@ def _memory_notes(memory: Record) -> list[str]:
         shown = binary_bytes(reading["value"]) if reading["value"] is not None else reading["status"]
         notes.append(f"{title}: {shown}" + (f" ({reading['detail']})" if reading["detail"] else ""))
     return notes
+
+
+def _layers(cell: Record) -> list[Table]:
+    rows = cell.get("layers")
+    if not rows:
+        return []
+    names = [name for name in LETTERS if any(name in row["phases_mean_ms"] for row in rows)]
+    columns = [Column("layer", right=True), Column("p50", right=True)]
+    columns += [Column(name, right=True) for name in names]
+    shown = tuple(
+        (
+            Cell(str(row["layer"])),
+            _known(row["p50_ms"]),
+            *(_known(row["phases_mean_ms"].get(name)) for name in names),
+        )
+        for row in rows
+    )
+    told = f"attention alone, over {rows[0]['steps']} steps whose layers were told apart; phases are means"
+    few = rows[0].get("p50_ms_status")
+    return [Table("layers", tuple(columns), shown, (told, *([f"p50 n/a, {few}"] if few else ())))]
 
 
 def _attribution(cell: Record) -> list[Table]:

@@ -73,6 +73,19 @@ def measure(device: str, repeats: int = 5, bytes_: int | None = None) -> dict[st
     }
 
 
+def evictor(device: str) -> Callable[[], None]:
+    """Return what replaces everything in the processor's caches, by writing more than they hold."""
+    import torch
+
+    size = 1 << 28 if device.startswith("cuda") else working_set(last_level_cache())[0]
+    room = torch.zeros(size // 4, dtype=torch.float32, device=device)
+
+    def evict() -> None:
+        room.add_(1.0)
+
+    return evict
+
+
 def _best(action: Callable[[], Any], repeats: int) -> int:
     """Return the shortest time in nanoseconds; one call before it touches every page."""
     action()

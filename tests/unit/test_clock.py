@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rcq_cli.engine.clock import CpuClock, CudaClock, StepTimes, clock_for
-from rcq_cli.phases import PHASES, UNATTRIBUTED, listening, phase, phased
+from rcq_cli.phases import PHASES, UNATTRIBUTED, covers, listening, phase, phased
 
 
 class Script:
@@ -101,11 +101,12 @@ def test_without_a_clock_nothing_is_heard_and_functions_work():
 
 
 def test_a_mark_without_a_clock_costs_less_than_two_microseconds():
-    began = time.perf_counter_ns()
+    # of this process: what others do on the machine is not the mark's cost
+    began = time.process_time_ns()
     for _ in range(20_000):
         with phase("score"):
             pass
-    assert (time.perf_counter_ns() - began) / 20_000 < 2_000
+    assert (time.process_time_ns() - began) / 20_000 < 2_000
 
 
 def test_unknown_phases_and_unclosed_ones_are_defects():
@@ -173,3 +174,55 @@ def test_both_clocks_agree_on_random_nesting_and_the_ring_waits_once_a_window():
 def test_the_clock_of_a_device():
     assert isinstance(clock_for("cpu"), CpuClock)
     assert isinstance(clock_for("cuda:1"), CudaClock)
+
+
+def layered_step(clock, hand):
+    """Two layers: the model takes 10 and 7 around them, the layers 1 + 4 + 2 and 1 + 8."""
+    with listening(clock):
+        clock.begin()
+        with phase("model"):
+            hand.at += 10_000_000
+            for parts in ((("append", 1), ("attend", 4), ("bound", 2)), (("append", 1), ("attend", 8))):
+                for name, ms in parts:
+                    with phase(name):
+                        hand.at += ms * 1_000_000
+            hand.at += 7_000_000
+            covers("attend", "page_in")
+        clock.end()
+
+
+def clocks(hand, every):
+    return [CpuClock(hand, every), CudaClock(event=lambda: Event(hand), wait=lambda: None, every=every)]
+
+
+def test_layers_are_told_apart_in_every_second_step_on_both_clocks():
+    hand = Script()
+    for clock in clocks(hand, 2):
+        for _ in range(3):
+            layered_step(clock, hand)
+        first, second, third = clock.steps()
+        for step in (first, third):
+            assert [dict(layer) for layer in step.layers] == [
+                {"append": 1_000_000, "attend": 4_000_000, "bound": 2_000_000},
+                {"append": 1_000_000, "attend": 8_000_000},
+            ]
+        assert list(second.layers) == []
+        assert first.phase_ns == second.phase_ns
+        assert first.phase_ns["attend"] == 12_000_000
+        assert second.covered == {"page_in": "attend"}
+
+
+def test_layers_are_not_told_apart_unless_asked():
+    hand = Script()
+    for clock in clocks(hand, 0):
+        layered_step(clock, hand)
+        assert list(clock.steps()[0].layers) == []
+
+
+def test_what_a_phase_covers_is_forgotten_at_the_next_step():
+    hand = Script()
+    for clock in clocks(hand, 0):
+        layered_step(clock, hand)
+        clock.begin()
+        clock.end()
+        assert clock.steps()[1].covered == {}

@@ -209,6 +209,56 @@ def test_a_fused_step_says_that_its_parts_are_not_told_apart_and_moves_all_their
     assert sum(row["share"] for row in rows if row["share"] is not None) == pytest.approx(1)
 
 
+def test_a_phase_inside_another_has_no_time_of_its_own_and_its_bytes_are_moved_there():
+    spent = {"score": 50, "select": 20, "attend": 25}
+    steps = [
+        StepTimes(100, spent, dict.fromkeys(spent, 1), dict.fromkeys(("rank_check", "page_in"), "select"))
+    ]
+    reads = [{"score": 3000, "attend": 500, "page_in": 100, "bound": 20}] * 5
+    rows = profiling.phase_rows(Timed(steps * 5, reads), None, reference=False)
+    by_name = {row["name"]: row for row in rows}
+    for name in ("rank_check", "page_in"):
+        assert (by_name[name]["share"], by_name[name]["status"]) == (None, "merged")
+        assert "select" in by_name[name]["detail"]
+    assert (by_name["select"]["share"], by_name["select"]["bytes"]) == (0.2, 100)
+    # judged and found sound at once: it was never entered, so it took no time
+    assert (by_name["fallback"]["share"], by_name["unattributed"]["share"]) == (0, 0.05)
+    assert sum(row["share"] for row in rows if row["share"] is not None) == pytest.approx(1)
+
+
+def test_layers_are_means_over_the_steps_that_tell_them_apart():
+    layers = [[{"append": 1e6, "attend": 3e6}, {"attend": 5e6}], [{"append": 3e6, "attend": 3e6}, {}]]
+    steps = [StepTimes(10**7, {}, {}, {}, layer) for layer in (*layers, [], *layers, *layers)]
+    found = profiling.layer_rows(Timed(steps, ()), [4, 9])
+    assert [row["layer"] for row in found] == [4, 9]
+    assert found[0]["steps"] == 6
+    assert found[0]["phases_mean_ms"] == {"append": 2, "attend": 3}
+    assert found[1]["phases_mean_ms"] == {"attend": 2.5}
+    # nearest rank of 4, 6, 4, 6, 4, 6
+    assert found[0]["p50_ms"] == 4
+    assert profiling.layer_rows(Timed([StepTimes(1, {}, {})], ()), [0]) == []
+
+
+def test_what_runs_between_two_steps_is_outside_their_time():
+    class Arm:
+        log = ""
+
+        def step(self, _clock=None):
+            self.log += "s"
+            return 1000
+
+        def reads(self):
+            return None
+
+    arm = Arm()
+    profiling.time_phases(arm, CpuClock(), Effort(steps=2), lambda: setattr(arm, "log", arm.log + "e"))
+    assert arm.log == "eses"
+    arm.log, other = "", Arm()
+    effort = Effort(pairs=2, block=5)
+    profiling.take_turns(other, arm, effort, (1, 1), lambda: setattr(arm, "log", arm.log + "e"))
+    assert (arm.log.count("s"), other.log.count("s"), arm.log.count("e")) == (10, 10, 20)
+
+
 def test_dense_has_no_certificate_phases():
     rows = profiling.phase_rows(timed([{"model": 80, "append": 5, "attend": 10}] * 5), None, reference=True)
     absent = [row["name"] for row in rows if row["status"] == "not_applicable"]
@@ -354,6 +404,10 @@ def test_bandwidth_counts_reads_and_both_sides_of_a_copy(tmp_path):
         (("--mode", "dense", "--mode", "dense"), "given twice"),
         (("--steps", "4"), "5 or more"),
         (("--pairs", "x"), "no whole number"),
+        (("--granularity", "head"), "allowed: step, layer"),
+        (("--every", "2"), "without --granularity layer"),
+        (("--granularity", "layer", "--every", "0"), "1 or more"),
+        (("--cache", "hot"), "allowed: warm, cold"),
     ],
 )
 def test_flags_that_do_not_fit_are_usage_errors(capsys, argv, told):

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from rcq_cli.page import svg
+from rcq_cli.page import plots, svg
 from tests.unit.stored_runs import ask, stored_run
 from tests.unit.traced_runs import traced_run
 
@@ -249,7 +249,7 @@ def test_thirty_runs_of_a_large_model_stay_below_two_mebibytes():
 
 def test_the_frontier_holds_what_nothing_beats():
     points = {"a": (0.4, 0.9), "b": (0.5, 0.9), "c": (1.0, 1.0), "d": (0.3, 0.5), "e": (0.3, 0.5)}
-    assert svg.frontier(points) == {"a", "c", "d", "e"}
+    assert plots.frontier(points) == {"a", "c", "d", "e"}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_the_frontier_holds_what_nothing_beats():
     ],
 )
 def test_ticks_are_round_numbers_inside_the_axis(low, high, expected):
-    assert svg.ticks(low, high) == pytest.approx(expected)
+    assert plots.ticks(low, high) == pytest.approx(expected)
 
 
 def test_text_and_attributes_are_escaped():

@@ -1,6 +1,7 @@
 """Stored certificates: what is shown, filtered, exported and compared is what was recorded."""
 
 import csv
+import dataclasses
 import gzip
 import io
 import json
@@ -12,6 +13,7 @@ import pytest
 
 from rcq_cli import perfetto, traces
 from rcq_cli.main import run
+from rcq_cli.protocols import StepArrays
 from rcq_cli.reports.timeline import BINS, gathered, levels
 from rcq_cli.store import RunReader
 from rcq_cli.traces import Filter
@@ -193,10 +195,14 @@ def test_export_filters_and_refuses_parquet_on_stdout(folder, capsys):
     assert code == 2
     assert "--to PATH" in err
     assert ask(capsys, "trace", "export", str(folder), "--to", "/no/such/place")[0] == 2
+    for words in (("export", "--format", "csv"), ("show",)):
+        code, _, err = ask(capsys, "trace", words[0], str(folder), *words[1:], "--trace-every", "2")
+        assert code == 2
+        assert "--trace-every has no meaning" in err
 
 
 def validated(document):
-    """Check a trace as a viewer does: known phases, whole numbers of ids, time order, nesting per lane."""
+    """Check a trace as Perfetto reads it, in whole nanoseconds: phases, ids, time order, nesting per lane."""
     last, open_until = 0.0, {}
     for event in document["traceEvents"]:
         assert event["ph"] in "MXC"
@@ -209,10 +215,11 @@ def validated(document):
         if event["ph"] == "X":
             assert event["dur"] >= 0
             stack = open_until.setdefault((event["pid"], event["tid"]), [])
-            while stack and stack[-1] <= event["ts"]:
+            start, spent = (round(1000 * event[name]) for name in ("ts", "dur"))
+            while stack and stack[-1] <= start:
                 stack.pop()
-            assert not stack or event["ts"] + event["dur"] <= stack[-1]
-            stack.append(event["ts"] + event["dur"])
+            assert not stack or start + spent <= stack[-1]
+            stack.append(start + spent)
     return document["traceEvents"]
 
 
@@ -239,6 +246,28 @@ def test_a_capped_trace_stops_slices_keeps_counters_and_says_so(folder):
     assert count["X"][1] < count["X"][0]
     assert count["C"][1] == count["C"][0]
     assert capped.truncated == capped.document["otherData"]["truncated"]
+
+
+def long_sample(steps):
+    """A sample of so many steps: the known ones over and over."""
+    fields = {f.name: getattr(arrays(0), f.name) for f in dataclasses.fields(StepArrays)}
+    grown = {
+        name: value if name == "layers" else np.resize(value, (steps, *value.shape[1:]))
+        for name, value in fields.items()
+    }
+    return traces.Recorded("long", StepArrays(**grown), tuple(range(1000, 1000 + steps)))
+
+
+def test_a_trace_of_a_thousand_steps_is_valid_and_every_tenth_step_a_tenth_of_it():
+    samples = [long_sample(1000)]
+    counts = {}
+    for every in (1, 10):
+        events = validated(perfetto.export(samples, "t", Filter(), every=every).document)
+        slices = [e for e in events if e["ph"] == "X" and e["tid"] == perfetto.STEPS]
+        counts[every] = (len(slices), sum(e["name"] == "relative bound, max" for e in events))
+        # a step stands where it was, whatever is left out between
+        assert slices[-1]["ts"] == sum(range(1000, 2000 - every)) / 1e3
+    assert counts == {1: (1000, 1000), 10: (100, 100)}
 
 
 def test_a_packed_trace_has_the_same_bytes_each_time(folder, capsys, tmp_path):
