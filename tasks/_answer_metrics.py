@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -59,6 +60,20 @@ def require_jieba() -> Any:
     return jieba
 
 
+def require_rouge() -> Any:
+    """Return the package behind `rouge_l@pkg`; raise `UnsupportedHere` when it is not installed."""
+    try:
+        import rouge
+    except ImportError as error:
+        raise UnsupportedHere(
+            "the metric rouge_l@pkg needs the package rouge",
+            why=str(error),
+            fix="pip install rouge, or leave -T rouge=package out: rouge_l@1 needs no package",
+            id="RCQ-ENV-21",
+        ) from error
+    return rouge
+
+
 def f1(found: Sequence[str], wanted: Sequence[str]) -> float:
     """Return the F1 of two bags of words, 0 without a common one."""
     same = (Counter(found) & Counter(wanted)).total()
@@ -90,6 +105,32 @@ def qa_f1(answer: Answered) -> float:
 def rouge_l(answer: Answered) -> float:
     """Return the F1 over the longest common subsequence of words (`rouge_l@1`)."""
     return lcs_f1(rouge_words(answer.text), rouge_words(answer.reference))
+
+
+def rouge_l_pkg(answer: Answered) -> float:
+    """Return the sentence-level union F of the package `rouge` (`rouge_l@pkg`), 0 where a text has no words.
+
+    The package ends a sentence at every full stop.
+    """
+    return _packaged_rouge(answer.text, answer.reference)
+
+
+def rouge_l_pkg_segmented(answer: Answered) -> float:
+    """Return `rouge_l_pkg` over segmented words."""
+    return _packaged_rouge(*(" ".join(segmented(text)) for text in (answer.text, answer.reference)))
+
+
+def _packaged_rouge(text: str, reference: str) -> float:
+    scorer = require_rouge().Rouge(metrics=["rouge-l"])
+    if not all(any(sentence.split() for sentence in each.split(".")) for each in (text, reference)):
+        return 0.0
+    # the package walks the table of a long text by recursion, one call a word
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 2 * (len(text.split()) + len(reference.split())))
+    try:
+        return float(scorer.get_scores(text, reference)[0]["rouge-l"]["f"])
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def qa_f1_segmented(answer: Answered) -> float:
@@ -141,6 +182,8 @@ METRICS: Mapping[str, Callable[[Answered], float]] = MappingProxyType(
         "qa_f1_segmented": qa_f1_segmented,
         "rouge_l": rouge_l,
         "rouge_l_segmented": rouge_l_segmented,
+        "rouge_l_pkg": rouge_l_pkg,
+        "rouge_l_pkg_segmented": rouge_l_pkg_segmented,
         "classification": classification,
         "para_id": integers,
         "count": integers,

@@ -42,6 +42,7 @@ class Tracing(Part):
     """`vt`: a number handed from name to name, among lines of noise."""
 
     gen = 60
+    removable = True
 
     def __init__(self, part: str, request: TaskRequest, tokenizer: PromptTokenizer, index: int) -> None:
         super().__init__(part, request, tokenizer, index)
@@ -61,12 +62,12 @@ class Tracing(Part):
     def render(self, units: int) -> str:
         """Return head, solved example, lines, question."""
         rng = self.layout()
-        body = _traced(self.chains, self.filler.first(units), rng, self.wording["let"])
+        body = _traced(self.chains[self.absent :], self.filler.first(units), rng, self.wording["let"])
         return "\n\n".join((self.wording["vt_head"], *self.example, body, self.question))
 
     def planted(self) -> Iterable[tuple[str, int]]:
         """Yield the number: in its line, in the question and in the opening of the answer."""
-        return ((self.chains[0].number, 2 + self.options.prefix),)
+        return ((self.chains[0].number, 2 + self.options.prefix - self.absent),)
 
     @cached_property
     def example(self) -> list[str]:

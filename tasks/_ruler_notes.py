@@ -57,6 +57,7 @@ class Notes(Part):
     """One prompt of the retrieval family."""
 
     gen = 128
+    removable = True
 
     def __init__(self, part: str, request: TaskRequest, tokenizer: PromptTokenizer, index: int) -> None:
         super().__init__(part, request, tokenizer, index)
@@ -108,8 +109,8 @@ class Notes(Part):
         return "\n\n".join((head, self._joint(texts), self.question))
 
     def planted(self) -> Iterable[tuple[str, int]]:
-        """Yield every value asked for: once in the text."""
-        return ((value, 1) for value in self.references)
+        """Yield every value asked for: once in the text, not at all in a control."""
+        return ((value, int(not self.absent)) for value in self.references)
 
     def meta(self, units: int) -> dict[str, Any]:
         """Return keys, and the corpus where there is one."""
@@ -127,8 +128,10 @@ class Notes(Part):
 
     def _among_notes(self, units: int) -> list[str]:
         """Return notes only, the one asked for in a tenth of the text that the index fixes."""
-        asked, *others = self.source.first(units)
+        asked, *others = self.source.first(units + self.absent)
         texts = [self._sentence(note) for note in others]
+        if self.absent:
+            return texts
         place = (self.index % _BINS + self.layout().next() / 2**64) / _BINS
         texts.insert(int(place * units), self._sentence(asked))
         return texts
@@ -136,7 +139,8 @@ class Notes(Part):
     def _in_filler(self, units: int) -> list[str]:
         """Return the filler with the notes at drawn places, in a drawn order."""
         texts, rng = self.filler.first(units), self.layout()
-        notes = [self._sentence(note) for note in self.notes]
+        planted = self.notes[len(self.references) :] if self.absent else self.notes
+        notes = [self._sentence(note) for note in planted]
         rng.shuffle(notes)
         gaps = len(texts) + 1
         if self.shape.haystack == "prose":

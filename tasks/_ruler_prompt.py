@@ -30,6 +30,10 @@ class Part(ABC):
     floor_base: ClassVar[float] = 0.98
     any_reference: ClassVar[bool] = False
     """One of the references is enough."""
+    removable: ClassVar[bool] = False
+    """What is asked for can be left out of the text; a right answer is then a leak."""
+    absent = False
+    """It is left out: this prompt is a control."""
     opening: str
     references: tuple[str, ...]
     fewest: int
@@ -92,6 +96,11 @@ class Part(ABC):
         """Return about how many tokens `text` takes."""
         return len(self.tokenizer.encode(text))
 
+    def no_needle(self) -> Sample:
+        """Return the control without what is asked for, scored against what would have been planted."""
+        self.absent = True
+        return self.sample()
+
     def sample(self) -> Sample:
         """Return the sample with as many units as the budget holds; `SpecError` if it holds too few."""
         average, largest = self.unit_tokens()
@@ -108,7 +117,7 @@ class Part(ABC):
         )
         self._check(fitted.prompt)
         return Sample(
-            sample_id=f"ruler/{self.part}/{self.request.ctx}/{self.index}",
+            sample_id=f"ruler/{self.part}{'/no-needle' * self.absent}/{self.request.ctx}/{self.index}",
             index=self.index,
             cluster=self.cluster,
             prompt_ids=fitted.prompt.ids,
@@ -117,6 +126,7 @@ class Part(ABC):
             max_new_tokens=self.max_new_tokens,
             stop_ids=self.tokenizer.eos_ids,
             seed=seed(self.request.seed, f"ruler.{self.part}", self.index, "needle"),
+            control="no-needle" if self.absent else None,
             meta={
                 "part": self.part,
                 "units": fitted.units,

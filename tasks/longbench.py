@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from rcq_cli.errors import SpecError, UnsupportedHere
 from rcq_cli.protocols import Completion, EncodedPrompt, PromptTokenizer, Sample, TaskRequest
-from rcq_cli.tasks._answer_metrics import METRICS, Answered, require_jieba
+from rcq_cli.tasks._answer_metrics import METRICS, Answered, require_jieba, require_rouge
 from rcq_cli.tasks._fitting import too_small
 from rcq_cli.tasks._hub import snapshot
 from rcq_cli.tasks._metrics import clean
@@ -50,6 +50,8 @@ class Options:
     """LongBench-E: the 13 parts whose lengths are balanced, files PART_e.jsonl"""
     prompts: str | None = None
     """JSON file with templates of your own: PART to text with {context} and {input}"""
+    rouge: Literal["own", "package"] = "own"
+    """own: rouge_l@1; package: rouge_l@pkg of the package rouge, as upstream scores summaries"""
     gen: int | None = None
     """tokens to generate; none: those of each part"""
     online: bool = False
@@ -108,6 +110,9 @@ class LongBench:
         if request.ctx < self.minimum_ctx:
             raise too_small(request.ctx, self.minimum_ctx)
         wording, digest = _wording(request.part, request.options.prompts)
+        if request.options.rouge == "package" and wording.metric.startswith("rouge_l"):
+            require_rouge()
+            wording = wording._replace(metric=wording.metric.replace("rouge_l", "rouge_l_pkg"))
         if wording.metric.endswith("_segmented"):
             require_jieba()
         records = _records(request.part, request.options)

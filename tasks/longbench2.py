@@ -23,6 +23,7 @@ from rcq_cli.tasks.longbench import absent_file, data_folder
 REPOSITORY = "THUDM/LongBench-v2"
 _FILES = ("longbench2.jsonl", "data.jsonl", "data.json")
 _CHOICES = "ABCD"
+_ANSWER_TOKENS, _REASON_TOKENS = 128, 1024
 _FIELDS = (
     "question",
     "context",
@@ -39,8 +40,10 @@ class Options:
 
     data: str | None = None
     """folder with data.json, data.jsonl or longbench2.jsonl; none: a snapshot of the hub on this machine"""
-    gen: int = 128
-    """tokens to generate; more for a model that reasons first"""
+    cot: bool = False
+    """ask for the reasons first (chain of thought); the letter stated last counts"""
+    gen: int | None = None
+    """tokens to generate; none: 128, with cot 1024 more"""
     online: bool = False
     """fetch data that are not on this machine"""
     chat: Literal["auto", "on", "off"] = "auto"
@@ -53,8 +56,13 @@ class Options:
     """allow a context longer than the model was made for"""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.gen <= 1 << 20:
+        if self.gen is not None and not 1 <= self.gen <= 1 << 20:
             raise SpecError(f"gen={self.gen} is not allowed", fix=f"allowed: 1 to {1 << 20}", id="RCQ-USE-06")
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens to generate."""
+        return self.gen or _ANSWER_TOKENS + self.cot * _REASON_TOKENS
 
 
 class LongBench2:
@@ -103,15 +111,16 @@ def _sample(
 ) -> Sample:
     options: Options = request.options
     wording = data("longbench")["choices"]
+    template = wording["reasoned" if options.cot else "template"]
     fields = {letter: str(record[f"choice_{letter}"]) for letter in _CHOICES}
     fields["question"] = str(record["question"])
     context = str(record["context"])
 
     def encode(text: str) -> EncodedPrompt:
-        user = substitute(wording["template"], fields | {"context": text})
+        user = substitute(template, fields | {"context": text})
         return tokenizer.prompt(user, wording["cue"], chat=options.chat, bos=options.bos)
 
-    cut = cut_middle(encode, context, request.ctx - options.gen, options.gen)
+    cut = cut_middle(encode, context, request.ctx - options.tokens, options.tokens)
     return Sample(
         sample_id=f"longbench2/{request.ctx}/{index}",
         index=index,
@@ -119,7 +128,7 @@ def _sample(
         prompt_ids=cut.prompt.ids,
         context_len=len(cut.prompt.ids),
         references=(str(record["answer"]),),
-        max_new_tokens=options.gen,
+        max_new_tokens=options.tokens,
         stop_ids=tokenizer.eos_ids,
         seed=seed(request.seed, "longbench2", index, "needle"),
         meta={
@@ -129,6 +138,7 @@ def _sample(
             "record": str(record.get("_id", "")),
             "truncated": cut.truncated,
             "question_visible": True,
+            "cot": options.cot,
             "strip_think": options.strip_think,
             "corpus_kind": "longbench2",
             "corpus_sha256": source,

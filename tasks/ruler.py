@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from types import MappingProxyType
 from typing import Literal
 
@@ -26,6 +27,7 @@ FAMILIES: Mapping[str, type[Part]] = MappingProxyType(
         "qa_2": TwoHops,
     }
 )
+_MOST_ABSENT = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +90,15 @@ class Ruler:
         return (family(request.part, request, tokenizer, index).sample() for index in range(request.samples))
 
     def controls(self, request: TaskRequest, tokenizer: PromptTokenizer) -> Iterator[Sample]:
-        """Yield nothing: `niah` has the controls of this family."""
-        del request, tokenizer
-        return iter(())
+        """Yield `no-needle` (one in ten) of the parts whose answer can be left out; a hit is a leak.
+
+        There is no `needle-only`: a small model may fail a part that is sound.
+        """
+        if request.ctx < self.minimum_ctx:
+            raise too_small(request.ctx, self.minimum_ctx)
+        family = FAMILIES[request.part]
+        full = min(ceil(request.samples / 10), _MOST_ABSENT) if family.removable else 0
+        return (family(request.part, request, tokenizer, index).no_needle() for index in range(full))
 
     def score(self, sample: Sample, completion: Completion) -> dict[str, float]:
         """Return `accuracy` (share of the references in the answer; of qa any one) and `bounded`."""

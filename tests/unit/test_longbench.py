@@ -195,6 +195,43 @@ def test_segmented_metrics_split_where_jieba_does(monkeypatch):
     assert METRICS["rouge_l_segmented"](answer) == pytest.approx(0.4)
 
 
+def test_the_metric_of_the_package_counts_each_word_once():
+    pytest.importorskip("rouge", reason="the optional package rouge is not installed")
+    score = METRICS["rouge_l_pkg"]
+    # the package's sets: {the cat on mat} of {the cat sat on mat} and {the cat lay on mat}, so 4/5 both ways
+    assert score(Answered("the cat sat on the mat", "the cat lay on the mat")) == pytest.approx(0.8)
+    assert score(Answered("", "the cat")) == score(Answered("...", "the cat")) == 0
+    long = " ".join(f"w{i}" for i in range(3000))
+    assert score(Answered(long, long)) == pytest.approx(1)
+
+
+def test_the_package_is_used_where_it_is_asked_for_and_named_in_the_score(tmp_path, monkeypatch):
+    class Rouge:
+        def __init__(self, metrics):
+            assert metrics == ["rouge-l"]
+
+        def get_scores(self, text, reference):
+            return [{"rouge-l": {"f": 0.25 if (text, reference) == ("a b", "gold 1") else 0.0}}]
+
+    fake = type(sys)("rouge")
+    fake.Rouge = Rouge
+    monkeypatch.setitem(sys.modules, "rouge", fake)
+    folder = write(tmp_path, "gov_report.jsonl", [row(1, answers=["gold 1"])])
+    sample = build("gov_report", folder, rouge="package")[0]
+    found = scored(longbench.TASK, sample, "a b")
+    assert (found["score"], found["rouge_l_pkg"]) == (0.25, 0.25)
+    assert "rouge_l_pkg" not in scored(longbench.TASK, build("gov_report", folder)[0], "a b")
+
+
+def test_without_the_package_only_summaries_scored_by_it_end(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    folder = write(tmp_path, "gov_report.jsonl", [row(1)])
+    with pytest.raises(UnsupportedHere, match="pip install rouge"):
+        build("gov_report", folder, rouge="package")
+    assert build("gov_report", folder)
+    assert build("qasper", write(tmp_path, "qasper.jsonl", [row(1)]), rouge="package")
+
+
 # -- cutting -------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +423,21 @@ def test_choices_stand_in_the_prompt_and_are_scored(tmp_path):
         assert scored(longbench2.TASK, sample, "I do not know")["accuracy"] == 0
 
 
+def test_reasons_come_first_where_they_are_asked_for(tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps([question(0)]))
+    given = {"data": str(tmp_path)}
+    tokenizer, kinds = Words(), ({}, {"cot": True}, {"cot": True, "gen": 300})
+    found = []
+    for options in kinds:
+        request = TaskRequest("", 2048, 1, 0, longbench2.Options(**given, **options))
+        found += longbench2.TASK.samples(request, tokenizer)
+    assert [sample.max_new_tokens for sample in found] == [128, 1152, 300]
+    assert ["step by step" in tokenizer.decode(sample.prompt_ids) for sample in found] == [False, True, True]
+    right, wrong = found[1].references[0], "B" if found[1].references[0] == "A" else "A"
+    told = f"At first sight the answer is ({wrong}), but no. The answer is ({right})."
+    assert scored(longbench2.TASK, found[1], told)["accuracy"] == 1
+
+
 def test_choices_without_data_end_with_the_flag_that_helps(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     request = TaskRequest("", 1024, 1, 0, longbench2.Options())
@@ -398,4 +450,4 @@ def test_the_wording_carries_its_version():
     assert data("longbench")["version"] == longbench.TASK.prompt_set == "rcq-lb1"
     assert data("longbench")["choices"]["version"] == longbench2.TASK.prompt_set == "rcq-lb2"
     # a changed wording is another prompt set: give it a new version, then its digest
-    assert hashlib.sha256(raw).hexdigest()[:16] == "85a8d4b1b553dc0f"
+    assert hashlib.sha256(raw).hexdigest()[:16] == "403d2b7e1bddae3b"

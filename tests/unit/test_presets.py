@@ -304,10 +304,23 @@ def test_a_file_named_by_the_environment_must_exist(tmp_path, monkeypatch):
         load_settings(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["ci", "release", "smoke"])
+@pytest.mark.parametrize("name", ["ci", "paper", "release", "smoke"])
 def test_shipped_presets_parse_and_name_what_they_are(name):
     assert name in preset_names()
     assert load_preset(name)["summary"]
+
+
+def test_the_paper_preset_has_the_sizes_of_the_paper():
+    specs = [batch[0] for batch in resolve("eval", Flags(preset="paper")).batches]
+    assert {spec.ctx for spec in specs} == {8 << 10, 32 << 10, 64 << 10, 128 << 10}
+    assert len([spec for spec in specs if spec.task.startswith("ruler/")]) == 7 * 4
+    sizes = {spec.task_name: spec.samples for spec in specs}
+    assert sizes == {"niah": 100, "ruler": 20, "ppl": 20}
+    # ten depths and ten forms; targets are half the context
+    niah, ppl = (next(s.task_options for s in specs if s.task == name) for name in ("niah", "ppl"))
+    assert (niah["depths"], niah["gen"]) == ("0:90:10", 50)
+    assert (ppl["target_tokens"], ppl["targets"]) == ("half", "independent")
+    assert {spec.model for spec in specs} == {"meta-llama/Llama-3.1-8B"}
 
 
 def test_origins_never_change_the_digest(tmp_path):

@@ -121,6 +121,34 @@ def test_a_perfect_answer_scores_one_and_an_empty_one_nothing(part):
     assert score(sample, "")["accuracy"] == 0
 
 
+def controls(part, ctx=4096, samples=1, tokenizer=None):
+    return list(TASK.controls(TaskRequest(part, ctx, samples, 0, Options()), tokenizer or Pieces()))
+
+
+@pytest.mark.parametrize("part", [*SHAPES, "vt"])
+@pytest.mark.parametrize("ctx", [1024, 4096])
+def test_a_control_asks_the_same_of_a_text_without_the_answer(part, ctx):
+    tokenizer = Pieces()
+    (control,) = controls(part, ctx=ctx, tokenizer=tokenizer)
+    sample, whole = one(part, ctx=ctx), text_of(part, ctx=ctx)[1]
+    text = tokenizer.decode(control.prompt_ids)
+    assert (control.control, sample.control) == ("no-needle", None)
+    assert control.sample_id != sample.sample_id
+    assert control.references == sample.references
+    assert not any(reference in text for reference in control.references)
+    assert all(reference in whole for reference in sample.references)
+    # head, question and opening of the answer stay, and the text still fills the budget
+    assert text.rpartition("\n\n")[2] == whole.rpartition("\n\n")[2]
+    assert control.meta["fill"] >= control.meta["fill_floor"] - 0.01
+    assert score(control, ", ".join(control.references))["accuracy"] == 1
+
+
+def test_one_in_ten_samples_has_a_control_and_ten_at_most():
+    counts = {samples: len(controls("niah_single_1", 1024, samples)) for samples in (1, 10, 11, 500)}
+    assert counts == {1: 1, 10: 1, 11: 2, 500: 10}
+    assert not any(controls(part, samples=50) for part in ("cwe", "fwe", "qa_1", "qa_2"))
+
+
 @pytest.mark.parametrize("part", TASK.parts)
 def test_sample_i_is_the_same_whatever_is_asked(part):
     assert build(part, ctx=1024, samples=2) == build(part, ctx=1024, samples=3)[:2]
