@@ -91,7 +91,7 @@ def title_of(cell: Record) -> str:
         str(what),
         f"{cell['dtype']}, backend {cell['backend']}",
     ]
-    return ", ".join([*parts, f"{cell['threads']} threads"])
+    return ", ".join([*parts, f"{cell['threads']} thread" + "s" * (cell["threads"] != 1)])
 
 
 def ms(value: float | None) -> str:

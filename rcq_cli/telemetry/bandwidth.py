@@ -53,7 +53,7 @@ def measure(device: str, repeats: int = 5, bytes_: int | None = None) -> dict[st
     size, note = working_set(last_level_cache())
     size = bytes_ or size
     told = "; ".join(
-        filter(None, (f"{torch.get_num_threads()} threads, {size >> 20} MiB, best of {repeats}", note))
+        filter(None, (f"threads {torch.get_num_threads()}, {size >> 20} MiB, best of {repeats}", note))
     )
     try:
         source = torch.ones(size // 4, dtype=torch.float32)

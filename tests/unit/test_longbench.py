@@ -9,7 +9,7 @@ from importlib.resources import files
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rcq_cli.errors import SpecError, UnsupportedHere
@@ -235,6 +235,7 @@ def test_without_the_package_only_summaries_scored_by_it_end(tmp_path, monkeypat
 # -- cutting -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(30, 260), st.integers(0, 300))
 def test_the_middle_is_cut_and_the_rest_kept(budget, length):
     tokenizer = Words()

@@ -1,0 +1,70 @@
+"""Draw what rcq printed, or a report: `python benchmarks/pictures.py SOURCE PICTURE.png [dark]`.
+
+A text holds the escape codes of `rcq --color always`; an HTML source is a report. Needs Chromium and Pillow;
+nothing is fetched.
+"""
+
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image, ImageChops
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+COLOURS = 128
+REPORT = 4200
+"""Rows of a report that are drawn: the sections that hold pictures come first."""
+SPARE = 120
+"""Rows at the foot of the window that Chromium may leave undrawn."""
+PAGE = "<!doctype html><meta charset=utf-8><style>body{{margin:14px;background:{background}}}</style>{body}"
+PRE = "<pre style=\"font:14px/1.35 'DejaVu Sans Mono',monospace;color:{foreground}\">{code}</pre>"
+
+
+def terminal(text: str) -> tuple[str, int, int]:
+    """Return terminal output as HTML, and a window that holds it."""
+    found = Text.from_ansi(text.rstrip("\n"))
+    lines = found.split()
+    width = max(line.cell_len for line in lines)
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    console.print(found, soft_wrap=True)
+    body = console.export_html(inline_styles=True, code_format=PRE, theme=MONOKAI)
+    return PAGE.format(background="#0c0c0c", body=body), 9 * width + 40, 20 * len(lines) + 80
+
+
+def shoot(page: Path, target: Path, size: tuple[int, int], *, dark: bool) -> None:
+    """Let Chromium draw `page`, cut what is empty below, and store few colours."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    program = next(filter(None, map(shutil.which, names)))
+    with tempfile.TemporaryDirectory() as home:
+        flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+        window = f"--window-size={size[0]},{size[1] + SPARE}"
+        places = (f"--user-data-dir={home}", window, f"--screenshot={target}")
+        shade = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+        command = [program, *flags, *places, shade, page.resolve().as_uri()]
+        subprocess.run(command, check=True, capture_output=True)
+    image = Image.open(target).convert("RGB")
+    image = image.crop((0, 0, image.width, image.height - SPARE))
+    empty = Image.new("RGB", image.size, image.getpixel((2, 2)))
+    box = ImageChops.difference(image, empty).getbbox() or (0, 0, *image.size)
+    image = image.crop((0, 0, image.width, min(image.height, box[3] + 14)))
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+
+
+def main() -> None:
+    source, target, dark = Path(sys.argv[1]), Path(sys.argv[2]), "dark" in sys.argv[3:]
+    if source.suffix == ".html":
+        return shoot(source, target, (1440, REPORT), dark=dark)
+    html, *size = terminal(source.read_text("utf-8"))
+    with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as page:
+        page.write(html)
+        page.flush()
+        shoot(Path(page.name), target, (size[0], size[1]), dark=dark)
+    return None
+
+
+main()
