@@ -311,16 +311,15 @@ def test_shipped_presets_parse_and_name_what_they_are(name):
 
 
 def test_the_paper_preset_has_the_sizes_of_the_paper():
-    specs = [batch[0] for batch in resolve("eval", Flags(preset="paper")).batches]
-    assert {spec.ctx for spec in specs} == {8 << 10, 32 << 10, 64 << 10, 128 << 10}
-    assert len([spec for spec in specs if spec.task.startswith("ruler/")]) == 7 * 4
-    sizes = {spec.task_name: spec.samples for spec in specs}
-    assert sizes == {"niah": 100, "ruler": 20, "ppl": 20}
+    preset = load_preset("paper")
+    assert preset["ctx"] == ["8k", "32k", "64k", "128k"]
+    assert preset["model"] == "meta-llama/Llama-3.1-8B"
+    assert len([task for task in preset["tasks"] if task.startswith("ruler/")]) == 7
+    assert preset["samples"] == {"niah": 100, "ruler": 20, "ppl": 20, "recas-traces": 1000}
     # ten depths and ten forms; targets are half the context
-    niah, ppl = (next(s.task_options for s in specs if s.task == name) for name in ("niah", "ppl"))
-    assert (niah["depths"], niah["gen"]) == ("0:90:10", 50)
-    assert (ppl["target_tokens"], ppl["targets"]) == ("half", "independent")
-    assert {spec.model for spec in specs} == {"meta-llama/Llama-3.1-8B"}
+    niah, ppl = preset["task_options"]["niah"], preset["task_options"]["ppl"]
+    assert niah == {"depths": "0:90:10", "gen": 50}
+    assert ppl == {"target_tokens": "half", "targets": "independent"}
 
 
 def test_origins_never_change_the_digest(tmp_path):
