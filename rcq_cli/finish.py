@@ -97,11 +97,11 @@ def rescore(folder: Path, out: Path, named: Sequence[str] = ()) -> Path:
     otherwise.
     """
     reader = RunReader(folder)
-    for task in named:
-        if TASKS.resolve(task) != reader.spec.task_name:
-            what = f"--task {task!r} is not the task of {folder}"
+    for name in named:
+        if TASKS.resolve(name) != reader.spec.task_name:
+            what = f"--task {name!r} is not the task of {folder}"
             raise SpecError(what, fix=f"that run has task {reader.spec.task_name}", id="RCQ-USE-12")
-        name_on_command_line(task)
+        name_on_command_line(name)
     spec, task = reader.spec, TASKS.load(reader.spec.task_name)
     fields = reader.contract | {"task.metric": task.metric}
     facts = _facts(reader)._replace(metric=task.metric, score_key=task.score_key)

@@ -230,7 +230,7 @@ class GhostBackend:
     """A backend that also scores INT4 ghosts: their codes are INT8 codes of a coarser grid."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner.inner if isinstance(inner, GhostBackend) else inner
+        self.inner: Any = inner.inner if isinstance(inner, GhostBackend) else inner
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # while a copy is being made

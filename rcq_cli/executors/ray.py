@@ -346,14 +346,18 @@ def _connected(address: str | None, workers: int) -> Iterator[Any]:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    here = {"num_cpus": workers, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    here: dict[str, Any] = {
+        "num_cpus": workers,
+        "include_dashboard": False,
+        "object_store_memory": STORE_BYTES,
+    }
     with _signals_kept():
         for left in reversed(range(1 if address else STARTS)):
             try:
                 ray.init(
                     address=address or "local",
                     log_to_driver=False,
-                    logging_level="ERROR",
+                    logging_level=logging.ERROR,
                     configure_logging=False,
                     **({} if address else here),
                 )

@@ -106,7 +106,7 @@ class StageTracker:
             self._recent = self._longer = query
         self._recent = self._recent + (query - self._recent) / RECENT_STEPS
         self._longer = self._longer + (query - self._longer) / LONGER_STEPS
-        size = np.linalg.norm(self._recent) * np.linalg.norm(self._longer)
+        size = float(np.linalg.norm(self._recent) * np.linalg.norm(self._longer))
         turned = 1 - float(self._recent @ self._longer / max(size, 1e-300)) > self.rules.turn
         self._turned_steps = self._turned_steps + 1 if turned else 0
 
