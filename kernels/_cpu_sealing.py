@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.certify.spectral import REFRESH
 from rcq_cli.kernels._cpu_promote import block_print
 from rcq_cli.kernels._cpu_score import MARGIN, item_bytes, widen
 from rcq_cli.kernels._cpu_state import Shape, Store, Turn
@@ -27,6 +26,7 @@ from rcq_cli.kernels._cpu_vector import (
     put_word,
     word,
 )
+from rcq_cli.kernels._rounding import REFRESH
 
 
 @plain

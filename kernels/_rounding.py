@@ -5,6 +5,8 @@ from torch import Tensor
 
 MARGIN = 1.0 + 2.0**-12
 """Factor that covers the rounding of a blocked sum of non-negative terms (relative error below 2^-12)."""
+REFRESH = 0.1
+"""Share of a spectral bound that rows since its last refresh may add."""
 
 _BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
 

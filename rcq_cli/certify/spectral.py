@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-REFRESH = 0.1
-"""Share of the bound that rows since the last refresh may add."""
+from rcq_cli.kernels._rounding import REFRESH
 
 
 def power_bound(gram: Tensor) -> Tensor:
