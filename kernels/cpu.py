@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
+import numba
 import torch
 from numba import prange
 
@@ -141,9 +142,16 @@ def run(function: int, address: int, phase: int, pieces: int, number: int) -> in
 
 
 def warm() -> None:
-    """Compile everything, or read it from the disk cache, so that no later call does."""
+    """Compile everything, or read it from the disk cache, so that no later call does.
+
+    PyTorch keeps its threads: the pool is shared, and a kernel leaves it at the number that Numba was told.
+    """
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     for piece in (step_piece, seal_piece, append_piece, print_piece, check_piece):
         run(compiled(piece).address, 0, WHOLE, 0, 0)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 class Cpu(Reference):

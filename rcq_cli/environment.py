@@ -189,6 +189,7 @@ def _threads() -> dict[str, int | None]:
     torch, numba = sys.modules.get("torch"), sys.modules.get("numba")
     return {
         "torch": None if torch is None else torch.get_num_threads(),
-        "numba": None if numba is None else numba.get_num_threads(),
+        # not get_num_threads: that starts Numba's threads, and with them resets the number of PyTorch's
+        "numba": None if numba is None else numba.config.NUMBA_NUM_THREADS,
         "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }

@@ -54,7 +54,7 @@ def cached_snapshot(reference: str) -> Path | None:
 def snapshot(reference: str) -> Path:
     """Return the folder of the model's snapshot, downloaded where needed; raise `UnsupportedHere`."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     # whatever HTTP client the hub's library uses: the base class of its errors
     bases = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
@@ -65,8 +65,9 @@ def snapshot(reference: str) -> Path:
             folder = snapshot_download(
                 repository, revision=revision, allow_patterns=PATTERNS, ignore_patterns=DUPLICATES
             )
-    # RuntimeError: a closed client and the hub's transfer library; ValueError: an answer that is no JSON
-    except (OSError, RuntimeError, ValueError, LocalEntryNotFoundError, http_error) as error:
+    # RuntimeError: a closed client and the hub's transfer library; the next three: an answer that is no JSON,
+    # or not the JSON of a hub
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError, http_error) as error:
         raise cannot_be_had(reference, error) from error
     missing = missing_part(Path(folder))
     if missing:

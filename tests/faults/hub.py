@@ -56,6 +56,10 @@ class Answer(BaseHTTPRequestHandler):
                 return self.send(200, b"<html>", {"Content-Type": "application/json"}, body)
             if fault in ("401", "404", "429"):
                 return self.send(int(fault), b"{}", {}, body)
+            if "/tree/" in self.path:
+                return self.send(
+                    200, json.dumps(tree(files)).encode(), {"Content-Type": "application/json"}, body
+                )
             told = {"id": "someone/tiny", "sha": COMMIT, "siblings": [{"rfilename": n} for n in files]}
             return self.send(200, json.dumps(told).encode(), {"Content-Type": "application/json"}, body)
         if name not in files:
@@ -78,6 +82,14 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.close_connection = True
             self.connection.close()
+
+
+def tree(files):
+    """Return the listing of a repository."""
+    return [
+        {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        for name, data in files.items()
+    ]
 
 
 @contextmanager
