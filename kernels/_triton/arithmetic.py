@@ -7,8 +7,11 @@ a value decoded while sealing and one decoded while reading are the same number.
 import triton
 import triton.language as tl
 
-OPTIONS = {"enable_fp_fusion": False}
+WARPS = 8
+OPTIONS = {"enable_fp_fusion": False, "num_warps": WARPS}
 """Compile options of every kernel."""
+COUNTS = ["blocks", "tail_tokens", "step", "begin", "per"]
+"""Arguments that change from step to step: no kernel is compiled anew for a special value of one."""
 RINT = tl.constexpr(6755399441055744.0)  # 1.5 * 2**52: adding and taking it away rounds half to even
 
 

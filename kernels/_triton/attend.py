@@ -7,12 +7,12 @@ promoted ones with the open tail.
 import triton
 import triton.language as tl
 
-from rcq_cli.kernels._triton.arithmetic import two_halves
+from rcq_cli.kernels._triton.arithmetic import COUNTS, two_halves
 from rcq_cli.kernels._triton.codes import decoded_values
 from rcq_cli.kernels._triton.score import FACTOR, KEY, READ, ROW, TODO, VALUE, original_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def attend(
     packed, first, second, marks, stats, weights, flags, state, slots, pool, host, tail, partial, pitch,
     width, blocks, tail_tokens, capacity, host_pitch, per, LATE: tl.constexpr, R: tl.constexpr,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from rcq_cli.kernels._triton.arithmetic import finite, growth, or_infinite, shrinkage
+from rcq_cli.kernels._triton.arithmetic import COUNTS, finite, growth, or_infinite, shrinkage
 from rcq_cli.kernels._triton.codes import MARGIN
 from rcq_cli.kernels._triton.plan import ABSOLUTE, EPS, LAYER, RELATIVE, best_split, block_notes, layer_norm
 from rcq_cli.kernels._triton.score import (
@@ -27,7 +27,7 @@ KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, OUTPUT_NORM, KEYS, VALUES
 LOG_FLUSH = tl.constexpr(-87.33654475055310)  # ln 2^-126
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def judge(
     notes, raw, extra, tail_notes, centre, spectra, constants, stats, flags, state, partial, output, fields,
     seen, pitch, width, blocks, tail_tokens, FINAL: tl.constexpr, PARTS: tl.constexpr, NP: tl.constexpr,

@@ -8,13 +8,13 @@ needed, so slots decide about speed alone.
 import triton
 import triton.language as tl
 
-from rcq_cli.kernels._triton.arithmetic import print_words
+from rcq_cli.kernels._triton.arithmetic import COUNTS, print_words
 from rcq_cli.kernels._triton.score import DAMAGED_ORIGINALS, KEY, ROW, TODO
 
 PAGED, HITS = tl.constexpr(0), tl.constexpr(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def assign(
     flags, state, slots, owner, used, fresh, queue, counts, pitch, width, blocks, capacity, step,
     R: tl.constexpr, RP: tl.constexpr, MP: tl.constexpr, CP: tl.constexpr,

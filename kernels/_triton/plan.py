@@ -7,7 +7,7 @@ what was really read. Query heads of a group add their wishes to common flags.
 import triton
 import triton.language as tl
 
-from rcq_cli.kernels._triton.arithmetic import growth, or_infinite, shrinkage
+from rcq_cli.kernels._triton.arithmetic import COUNTS, growth, or_infinite, shrinkage
 from rcq_cli.kernels._triton.codes import MARGIN
 from rcq_cli.kernels._triton.score import (
     AWAY,
@@ -94,7 +94,7 @@ def layer_norm(norms, pitch: tl.constexpr, rows, MP: tl.constexpr):
     return tl.sqrt(total / rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def plan(
     notes, raw, extra, tail_notes, centre, spectra, constants, stats, flags, state, pitch, width,
     blocks, FIRST: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MP: tl.constexpr,

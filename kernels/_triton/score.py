@@ -7,7 +7,7 @@ the bound on what a score may be off by, with the rounding of everything up to t
 import triton
 import triton.language as tl
 
-from rcq_cli.kernels._triton.arithmetic import odd, print_words
+from rcq_cli.kernels._triton.arithmetic import COUNTS, odd, print_words
 from rcq_cli.kernels._triton.codes import MARGIN, coded_scores, exact_scores, query_rows, slack_of
 
 PEAK, MASS, SQUARE, DELTA, FACTOR = (tl.constexpr(i) for i in range(5))
@@ -62,7 +62,7 @@ def put_weights(
     return peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def score(
     q, codes, scale, offset, notes, raw, extra, tail, centre, constants, seen, stats, weights, flags, state,
     tail_notes, faults, pitch, width, blocks, tail_tokens, PER: tl.constexpr, R: tl.constexpr,
@@ -110,6 +110,15 @@ def score(
 
 
 @triton.jit
+def try_cores(query, codes, scale, offset, out, S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr):
+    """Write the scores of block `program 0` of one KV head by 16 queries, to measure tensor cores."""
+    b, t, r, c = tl.program_id(0), tl.arange(0, SP), tl.arange(0, 16), tl.arange(0, D)
+    rows = tl.load(query + r[:, None] * D + c[None, :])
+    scores, _, _ = coded_scores(rows, codes, scale, offset, b.to(tl.int64), 1.0, S, SP, D, D)
+    tl.store(out + (b * 16 + r[None, :]) * S + t[:, None], scores, (t < S)[:, None])
+
+
+@triton.jit
 def original_rows(
     pool, host, slot, lane, h, b, capacity, host_pitch, S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
@@ -133,7 +142,7 @@ def chance(step, h, b):
     return ((x >> 33) & 0x3FFFFFFF).to(tl.float32) * (1.0 / 1073741824.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def rescore(
     q, codes, scale, offset, notes, raw, extra, constants, stats, weights, flags, state, faults, slots, pool,
     host, pitch, width, blocks, capacity, host_pitch, step, PER: tl.constexpr, PROBE: tl.constexpr,
@@ -217,7 +226,7 @@ def block_print(
     return total + print_words(words, (5 * S + 8) * D + n, n >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def verify(
     codes, scale, offset, packed, first, second, marks, notes, raw, checks, flags, faults, constants, pitch,
     width, blocks, begin, step, PER: tl.constexpr, STORE: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
@@ -231,7 +240,7 @@ def verify(
     for i in range(PER):
         b = begin + tile * PER + i
         chosen = b < blocks
-        if chosen:
+        if chosen:  # noqa: SIM102 - the inner one is decided when compiling
             if STORE == 0:
                 wanted = tl.load(flags + (KEY * heads + h) * width + b)
                 wanted = wanted | tl.load(flags + (VALUE * heads + h) * width + b)

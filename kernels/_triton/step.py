@@ -342,6 +342,28 @@ def workspace(heads: int, group: int, padded: int, blocks: int, dim: int, device
     return _work[key]
 
 
+@cache
+def core_error(device: torch.device) -> float:
+    """Return the largest error of a device's score sums over what the certificate charges for them.
+
+    Random and cancelling sums against float64 (theory 7.2). Beyond one half the device is not to be trusted.
+    """
+    gen, dim, size = torch.Generator().manual_seed(7), 128, 32
+    codes = torch.randint(-128, 128, (4, size, dim), generator=gen, dtype=torch.int8)
+    query = torch.randn(16, dim, generator=gen)
+    codes[2:, :, 1::2] = codes[2:, :, ::2]
+    query[8:, 1::2] = -query[8:, ::2]
+    scale, offset = torch.full((4, dim), 0.01).half(), torch.zeros(4, dim).half()
+    out = torch.empty(4, 16, size, device=device)
+    inputs = [tensor.to(device) for tensor in (query, codes, scale, offset)]
+    score.try_cores[4,](*inputs, out, S=size, SP=size, D=dim, **OPTIONS)
+    folded = query.double() * scale[0].double()
+    exact = torch.einsum("rc,btc->brt", folded, codes.double())
+    whole = torch.einsum("rc,btc->brt", folded.abs(), codes.double().abs())
+    allowed = (dim + 16) * 2.0**-22 * whole + 2.0**-15 * folded.abs().sum(1)[None, :, None]
+    return float(((out.cpu().double() - exact).abs() / allowed).max())
+
+
 def take_prints(tiers: Tiers, begin: int) -> None:
     """Store the tier-1 fingerprints of all blocks from `begin` on."""
     unused = tiers.checks
@@ -365,6 +387,6 @@ def prints_of(tiers: Tiers, head: int) -> Tensor:
 
 __all__ = [
     "DROPPED_BOUND", "KEYS", "KEY_BOUND", "NORM", "OPEN", "ROUNDING_BOUND", "RUNG", "SKIPPED", "VALUES",
-    "VALUE_BOUND", "Limits", "Resident", "StepKernels", "Tiers", "decode_values", "encode_keys",
+    "VALUE_BOUND", "Limits", "Resident", "StepKernels", "Tiers", "core_error", "decode_values", "encode_keys",
     "encode_values", "fingerprints", "layouts", "prints_of", "residuals", "take_prints",
 ]  # fmt: skip
