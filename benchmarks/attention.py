@@ -72,25 +72,32 @@ def dense_sides(data: Load, scale: float) -> dict[str, Any]:
     return {"matmul + softmax": products, "sdpa, group as rows": packed}
 
 
-def correct(cache: LayerCache, data: Load, scale: float) -> dict[str, Any] | None:
+def exact_output(query: Tensor, data: Load, scale: float) -> Tensor:
+    """Return float64 attention, KV head by KV head, `[Hq, D]`."""
+    rows = []
+    for head, group in enumerate(query.double().unflatten(0, (data.keys.shape[0], -1))):
+        weights = torch.softmax(group @ data.keys[head].double().T * scale, -1)
+        rows.append(weights @ data.values[head].double())
+    return torch.cat(rows)
+
+
+def correct(cache: LayerCache, data: Load, scale: float, steps: int) -> dict[str, float] | None:
     """Compare steps with float64; return what they used, or None when one lies outside its bound."""
-    found: dict[str, list[float]] = {name: [] for name in ("exact", "keys", "values", "skipped", "error")}
-    for query in data.queries[:3]:
+    used: dict[str, list[float]] = {name: [] for name in ("exact", "keys", "values", "skipped", "error")}
+    for query in data.queries[:steps]:
         step = cache.attend(query)
-        groups = query.double().unflatten(0, (data.keys.shape[0], -1))
-        weights = torch.softmax(groups @ data.keys.double().transpose(1, 2) * scale, -1)
-        truth = (weights @ data.values.double()).flatten(0, 1)
-        c, error = step.certificate, (step.output.double() - truth).norm(dim=-1)
+        truth, c = exact_output(query, data, scale), step.certificate
+        error = (step.output.double() - truth).norm(dim=-1)
         if not bool((error <= c.total_bound).all()):
             return None
         blocks = max(c.blocks, 1)
-        found["exact"] += c.exact.double().tolist()
-        found["keys"] += (c.promoted_key_blocks / blocks).tolist()
-        found["values"] += (c.promoted_value_blocks / blocks).tolist()
-        found["skipped"] += (c.skipped_value_blocks / blocks).tolist()
-        found["error"] += (error / truth.norm(dim=-1)).tolist()
-    worst = max(found.pop("error"))
-    return {name: sum(shares) / len(shares) for name, shares in found.items()} | {"worst_error": worst}
+        used["exact"] += c.exact.double().tolist()
+        used["keys"] += (c.promoted_key_blocks / blocks).tolist()
+        used["values"] += (c.promoted_value_blocks / blocks).tolist()
+        used["skipped"] += (c.skipped_value_blocks / blocks).tolist()
+        used["error"] += (error / truth.norm(dim=-1)).tolist()
+    worst = max(used.pop("error"))
+    return {name: sum(shares) / len(shares) for name, shares in used.items()} | {"worst_error": worst}
 
 
 def loads(args: argparse.Namespace) -> Iterator[tuple[str, Load, float]]:
@@ -113,7 +120,7 @@ def measure(kind: str, data: Load, scale: float, args: argparse.Namespace) -> di
         backend="cpu", eps=args.eps, scale=scale,
     )  # fmt: skip
     cache.prefill(data.keys, data.values)
-    used = correct(cache, data, scale)
+    used = correct(cache, data, scale, steps=3)
     if used is None:
         return None
     sides = {"certified": lambda turn: cache.attend(data.queries[turn % 8])} | dense_sides(data, scale)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _timing import Spread, spread
-from attention import Load, load
+from attention import Load, correct, load
 from torch import Tensor
 
 from rcq_cli import LayerCache
@@ -52,34 +52,6 @@ def codes_agree(fmt: TierFormat, dim: int, backend: Any) -> bool:
     same = torch.equal(raw.cpu(), expected)
     error = (keys - backend.keys(ours).cpu()).abs().amax()
     return same and float(error) <= 1.01 * float((keys - REFERENCE.keys(theirs)).abs().amax())
-
-
-def dense_truth(query: Tensor, data: Load, scale: float) -> Tensor:
-    """Return float64 attention, KV head by KV head."""
-    rows = []
-    for head, group in enumerate(query.double().unflatten(0, (data.keys.shape[0], -1))):
-        weights = torch.softmax(group @ data.keys[head].double().T * scale, -1)
-        rows.append(weights @ data.values[head].double())
-    return torch.cat(rows)
-
-
-def correct(cache: LayerCache, data: Load, scale: float) -> dict[str, float] | None:
-    """Compare steps with float64; return what they used, or None when one lies outside its bound."""
-    used: dict[str, list[float]] = {name: [] for name in ("exact", "keys", "values", "skipped", "error")}
-    for query in data.queries:
-        step = cache.attend(query)
-        truth, c = dense_truth(query, data, scale), step.certificate
-        error = (step.output.double() - truth).norm(dim=-1)
-        if not bool((error <= c.total_bound).all()):
-            return None
-        blocks = max(c.blocks, 1)
-        used["exact"] += c.exact.double().tolist()
-        used["keys"] += (c.promoted_key_blocks / blocks).tolist()
-        used["values"] += (c.promoted_value_blocks / blocks).tolist()
-        used["skipped"] += (c.skipped_value_blocks / blocks).tolist()
-        used["error"] += (error / truth.norm(dim=-1)).tolist()
-    worst = max(used.pop("error"))
-    return {name: sum(shares) / len(shares) for name, shares in used.items()} | {"worst_error": worst}
 
 
 # -- sides --------------------------------------------------------------------------------------------------
@@ -187,7 +159,7 @@ def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any] | None:
         dtype=args.dtype, device="cuda:0", backend="triton-fused", eps=args.eps,
     )  # fmt: skip
     cache.prefill(data.keys, data.values)
-    used = correct(cache, data, args.dim**-0.5)
+    used = correct(cache, data, args.dim**-0.5, steps=len(data.queries))
     if used is None:
         return None
     ours = certified_sides(cache, data)

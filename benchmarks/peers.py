@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _timing import interleaved
-from attention import Load, load
+from attention import Load, exact_output, load
 from torch import Tensor
 from transformers import cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -78,12 +78,10 @@ def peer(
     return step
 
 
-def truth(data: Load, turn: int) -> Tensor:
-    """Return float64 attention after `turn + 1` appended tokens, `[Hq, D]`."""
-    k, v = (torch.cat((t, t[:, : turn + 1]), 1).double() for t in (data.keys, data.values))
-    groups = data.queries[turn % 8].double().unflatten(0, (k.shape[0], -1))
-    weights = torch.softmax(groups @ k.transpose(1, 2) * k.shape[-1] ** -0.5, -1)
-    return (weights @ v).flatten(0, 1)
+def after_one(data: Load) -> Load:
+    """Return the data behind the first step of every side, which appends the first token again."""
+    keys, values = (torch.cat((t, t[:, :1]), 1) for t in (data.keys, data.values))
+    return data._replace(keys=keys, values=values)
 
 
 def main() -> None:
@@ -109,7 +107,7 @@ def main() -> None:
             sides |= {name: peer(name, data, stock), f"{name}, rows": peer(name, data, rows)}
         except ImportError as error:
             missing[name] = str(error).splitlines()[0]
-    exact, errors = truth(data, 0), {}
+    exact, errors = exact_output(data.queries[0], after_one(data), args.dim**-0.5), {}
     for name, step in sides.items():
         errors[name] = float((step(0).double() - exact).norm() / exact.norm())
     timed = interleaved(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import (
+    Cut,
     best_split,
     blocks_to_drop,
     joint_bound,
@@ -151,6 +152,18 @@ def budget(limits: Limits, norm: float) -> float:
 
 
 @plain
+def leading(cut: Cut, bucket: int, spare: float) -> tuple[bool, float]:
+    """Return whether a block of that bucket is to be promoted, and what its bucket has left over.
+
+    All blocks before the cut are, and `part` of those of the bucket that it goes through.
+    """
+    if bucket != cut.bucket:
+        return bucket < cut.bucket, spare
+    spare += cut.part
+    return (True, spare - 1.0) if spare > 1 else (False, spare)
+
+
+@plain
 def choose_values(
     shape: Shape,
     turn: Turn,
@@ -179,12 +192,10 @@ def choose_values(
         return
     cut, spare = blocks_to_drop(slot.table, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
     for b in range(turn.blocks):
-        if slot.bucket[b] > cut.bucket or not line.value_coded[b] > 0 or not line.cost[b] > 0:
+        if not line.value_coded[b] > 0 or not line.cost[b] > 0:
             continue
-        whole = slot.bucket[b] < cut.bucket
-        spare += 0.0 if whole else cut.part
-        if whole or spare > 1:
-            spare -= 0.0 if whole else 1.0
+        leads, spare = leading(cut, slot.bucket[b], spare)
+        if leads:
             slot.flags[r * turn.width + b] |= VALUE_WANTED
             for other in range(shape.group):  # what one head reads, its group reads
                 if tiers.todo[h * shape.rows + other]:
@@ -231,12 +242,10 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
         return
     cut, spare = blocks_to_drop(slot.table, spectrum, away, target), 1.0
     for b in range(turn.blocks):
-        if slot.bucket[b] > cut.bucket or not line.key_coded[b] > 0 or not line.cost[b] > 0:
+        if not line.key_coded[b] > 0 or not line.cost[b] > 0:
             continue
-        whole = slot.bucket[b] < cut.bucket
-        spare += 0.0 if whole else cut.part
-        if whole or spare > 1:
-            spare -= 0.0 if whole else 1.0
+        leads, spare = leading(cut, slot.bucket[b], spare)
+        if leads:
             slot.flags[r * turn.width + b] |= KEY_WANTED
             want_key(shape, turn, tiers, slot, h, b)
 
@@ -324,7 +333,9 @@ def store_row(shape: Shape, tiers: Store, h: int, r: int) -> Stored:
 
 
 @plain
-def judge(shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, h: int, r: int) -> bool:
+def judge(
+    shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, h: int, r: int, weight: float
+) -> bool:
     """Store the output of row `r` with its bounds; return whether they meet the budget."""
     row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan, table, fields = ahead(tiers.plans, row * PLANS), slot.table, tiers.fields
@@ -333,7 +344,7 @@ def judge(shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, h:
     fields[NORM * heads + column] = stored.norm
     if not turn.certify:
         return stored.norm < np.inf
-    weight, tokens = kept_weight(line, width), turn.blocks * shape.block + turn.tail
+    tokens = turn.blocks * shape.block + turn.tail
     value_sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
     rounding = rounding_bound(shape, value_sums, plan[PLAN_NORM], weight, tokens) + stored.error
     spread(line, width, slot.bucket, table)
@@ -397,7 +408,7 @@ def finish(
                 mine[c] += mine[part * (shape.rows * dim + APART) + c]
         weight = kept_weight(line_of(turn, slot, r), used_width(turn.blocks))
         settle(tiers, row, dim, weight, 0.0, ahead(tiers.centre, h * dim), mine)
-        done = judge(shape, turn, limits, tiers, slot, h, r)
+        done = judge(shape, turn, limits, tiers, slot, h, r, weight)
         tiers.fields[column] = not done
         if done or wants_too_much(turn, slot, r) or not tiers.plans[row * PLANS + PLAN_NORM] < np.inf:
             tiers.todo[row] = 0

@@ -141,17 +141,25 @@ def run(function: int, address: int, phase: int, pieces: int, number: int) -> in
     return result
 
 
-def warm() -> None:
-    """Compile everything, or read it from the disk cache, so that no later call does.
+def share_threads() -> int:
+    """Let kernels use as many threads as PyTorch does, which keeps its number; return how many they use.
 
-    PyTorch keeps its threads: the pool is shared, and a kernel leaves it at the number that Numba was told.
+    The pool is shared: Numba sets the number of both when its threads start, and by a run on more of them.
     """
-    threads = torch.get_num_threads()
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    wanted = torch.get_num_threads()
+    threads = min(wanted, numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(threads)
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
+    return threads
+
+
+@cache
+def warm() -> None:
+    """Compile everything, or read it from the disk cache, so that no later call does."""
+    share_threads()
     for piece in (step_piece, seal_piece, append_piece, print_piece, check_piece):
         run(compiled(piece).address, 0, WHOLE, 0, 0)
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
 
 
 class Cpu(Reference):

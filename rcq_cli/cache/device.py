@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rcq_cli.cache.slab import Slab
 from rcq_cli.cache.tiers import TieredStore
-from rcq_cli.certify.spectral import SpectralBound, power_bound
+from rcq_cli.certify.spectral import SpectralBound
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels._rounding import MARGIN, round_up, upper
 from rcq_cli.protocols import Geometry, LayerBytes
@@ -31,9 +31,8 @@ class PinnedSlab(Slab):
 
     def extend(self, rows: Tensor) -> None:
         """Add `[H, n, ...]` rows at the end."""
+        self.make_room(rows.shape[1])
         need = self.length + rows.shape[1]
-        if need > self.data.shape[1]:
-            self.reserve(need if self.length == 0 else need + max(4, need // 64))
         for head, target in zip(rows, self.data[:, self.length : need], strict=True):
             target.copy_(head, non_blocking=True)
         self.length, self.pending = need, self.device.type == "cuda"
@@ -68,46 +67,30 @@ class DeviceSpectrum(SpectralBound):
     """A spectral bound whose refreshes follow from counts, so that nobody waits for a comparison."""
 
     def __init__(self, heads: int, dim: int, device: str) -> None:
-        super().__init__(heads, dim)
-        self.gram, self.recent, self.parts = (
-            tensor.to(device) for tensor in (self.gram, self.recent, self.parts)
-        )
+        super().__init__(heads, dim, device)
         self.total = self.fresh = 0
 
     def add(self, rows: Tensor) -> None:
         """Add float64 rows `[H, n, D]`."""
         self.fresh += rows.shape[1]
         self.total += rows.shape[1]
-        self.add_gram(rows.transpose(1, 2) @ rows)
+        super().add(rows)
 
-    def add_gram(self, gram: Tensor) -> None:
-        """Add rows by their Gram matrix."""
-        # new tensors, never in place: a fork keeps the old ones
-        self.recent = self.recent + gram
-        norm = self.recent.flatten(1).norm(dim=1) * (1 + 2.0**-30)
-        self.parts = torch.stack((self.parts[0], norm))
-        if self.fresh * REFRESH_SHARE >= self.total:
-            self.refresh()
+    def due(self) -> bool:
+        """Return whether enough rows are new."""
+        return self.fresh * REFRESH_SHARE >= self.total
 
     def refresh(self) -> None:
         """Bound everything anew."""
-        self.gram, self.recent, self.fresh = self.gram + self.recent, torch.zeros_like(self.recent), 0
-        reference = power_bound(self.gram) * (1 + 2.0**-30)
-        self.parts = torch.stack((reference, torch.zeros_like(reference)))
-
-    def fork(self) -> "DeviceSpectrum":
-        """Return an independent copy."""
-        twin = DeviceSpectrum(0, 0, str(self.gram.device))
-        twin.gram, twin.recent, twin.parts = self.gram, self.recent, self.parts
-        twin.total, twin.fresh = self.total, self.fresh
-        return twin
+        super().refresh()
+        self.fresh = 0
 
 
 class DeviceStore(TieredStore):
     """Tier 1 in the layout of the reference, sealed by kernels; raw flags and measurements on the device."""
 
-    def __init__(self, geometry: Geometry, fmt: TierFormat, backend: Any) -> None:
-        super().__init__(geometry, fmt, backend)
+    def __init__(self, geometry: Geometry, fmt: TierFormat, backend: Any, *, originals: bool = True) -> None:
+        super().__init__(geometry, fmt, backend, originals=originals)
         heads, dim, place = geometry.kv_heads, geometry.head_dim, geometry.device
         self.kernels = backend.kernels()
         shapes = self.kernels.layouts(fmt, dim)
@@ -213,30 +196,11 @@ class DeviceStore(TieredStore):
 
     # -- housekeeping ---------------------------------------------------------------------------------------
 
-    def fork(self) -> "DeviceStore":
-        """Return an independent copy that shares sealed blocks and originals until either side grows."""
-        twin = DeviceStore(self.geometry, self.fmt, self.backend)
-        twin.blocks = {name: slab.fork() for name, slab in self.blocks.items()}
-        twin.annotations, twin.raw_bounds, twin.checks, twin.raw = (
-            slab.fork() for slab in (self.annotations, self.raw_bounds, self.checks, self.raw)
-        )
-        # flags may change later; the others never do
-        twin.raw.data = self.raw.data.clone()[:, : self.raw.length]
-        assert self.originals is not None
-        twin.originals = tuple(slab.fork() for slab in self.originals)
-        twin.tail, twin.tail_tokens = self.tail.clone(), self.tail_tokens
-        twin.centre, twin.tokens, twin.coded_elems = self.centre, self.tokens, self.coded_elems
-        twin.value_spectrum, twin.residual_spectrum = (
-            self.value_spectrum.fork(),
-            self.residual_spectrum.fork(),
-        )
-        return twin
-
     def bytes(self, scratch: int = 0) -> LayerBytes:
         """Return the ledger; Gram matrices, fingerprints and bounds of raw blocks lie on the device here."""
         held = super().bytes(scratch)
         moved = self.raw_bounds.nbytes + self.checks.nbytes
-        moved += self.value_spectrum.gram.nbytes + self.residual_spectrum.gram.nbytes
+        moved += self.value_spectrum.nbytes + self.residual_spectrum.nbytes
         return replace(
             held, device=held.device + moved, metadata=held.metadata + moved, host=held.host - moved
         )

@@ -99,6 +99,7 @@ class PackedStore(TieredStore):
         turn = self.turn()._replace(original_pitch=pair[0].stride(0) * pair[0].element_size())
         call = pack(self.shape, turn, NO_LIMITS, (*addresses, *unused, residuals.data_ptr()))
         heads = self.shape.heads
+        cpu.share_threads()
         cpu.run(cpu.compiled(cpu.seal_piece).address, call.ctypes.data, 0, heads * count, count)
         for slab in self._slabs():
             slab.length += count
@@ -201,6 +202,7 @@ class PackedStore(TieredStore):
         addresses = self.addresses()
         call = pack(self.shape, self.turn(), NO_LIMITS, addresses + [0] * (len(ADDRESSES) - len(addresses)))
         piece = cpu.compiled(cpu.check_piece).address
+        cpu.share_threads()
         return int(cpu.run(piece, call.ctypes.data, 4 * head + part, self.block_count, 0))
 
     def _prints(self, heads: Tensor, blocks: Tensor) -> Tensor:

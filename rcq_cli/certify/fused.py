@@ -7,7 +7,6 @@ import threading
 from math import gcd
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -151,7 +150,7 @@ def run_kernel(
 ) -> tuple[Tensor, np.ndarray, "Scratch"]:
     """Run one step; return output `[Hq, D]`, fields `[FIELDS, Hq]` and the scratch. No budget: mode naive."""
     shape = cache.shape
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    threads = cpu.share_threads()
     ranges = 1
     if shape.heads % threads and cache.block_count >= 8 * threads:
         ranges = threads // gcd(shape.heads, threads)
@@ -167,7 +166,6 @@ def run_kernel(
     output, fields = torch.empty_like(query), np.zeros((state.FIELDS, len(query)))
     answer = (query.data_ptr(), output.data_ptr(), fields.ctypes.data)
     call = state.pack(shape, turn, limits, (*cache.addresses(), *answer, *scratch.addresses, 0))
-    numba.set_num_threads(threads)
     piece, address = cpu.compiled(cpu.step_piece).address, call.ctypes.data
     if not apart:
         cpu.run(piece, address, cpu.WHOLE, pieces, 0)

@@ -1,6 +1,8 @@
 """Upper bounds on the largest eigenvalue of growing Gram matrices: spectral norms of V and of V - V'."""
 
 import math
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,12 +35,12 @@ class SpectralBound:
     exceeds a tenth of the bound.
     """
 
-    def __init__(self, heads: int, dim: int) -> None:
-        self.gram = torch.zeros(heads, dim, dim, dtype=torch.float64)
+    def __init__(self, heads: int, dim: int, device: str = "cpu") -> None:
+        self.gram = torch.zeros(heads, dim, dim, dtype=torch.float64, device=device)
         """G1, as of the last refresh."""
         self.recent = torch.zeros_like(self.gram)
         """G2"""
-        self.parts = torch.zeros(2, heads, dtype=torch.float64)
+        self.parts = self.gram.new_zeros(2, heads)
         """The two terms of the bound, `[2, H]`."""
 
     def add(self, rows: Tensor) -> None:
@@ -49,8 +51,12 @@ class SpectralBound:
         """Add rows by their float64 Gram matrix `[H, D, D]`."""
         self.recent += gram
         self.parts[1] = self.recent.flatten(1).norm(dim=1) * (1 + 2.0**-30)
-        if bool((self.parts[1] > REFRESH * self.parts[0]).any()):
+        if self.due():
             self.refresh()
+
+    def due(self) -> bool:
+        """Return whether recent rows add so much that everything should be bounded anew."""
+        return bool((self.parts[1] > REFRESH * self.parts[0]).any())
 
     def refresh(self) -> None:
         """Bound everything anew."""
@@ -64,15 +70,15 @@ class SpectralBound:
         """Return the bound, float64 `[H]`."""
         return self.parts[0] + self.parts[1]
 
-    def fork(self) -> "SpectralBound":
+    def fork(self) -> Self:
         """Return an independent copy."""
-        twin = SpectralBound(0, 0)
+        twin = copy(self)
         twin.gram, twin.recent, twin.parts = self.gram.clone(), self.recent.clone(), self.parts.clone()
         return twin
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes held, all of them on the host."""
+        """Return the bytes held."""
         return self.gram.nbytes + self.recent.nbytes + self.parts.nbytes
 
 

@@ -87,6 +87,17 @@ def error_vectors(x: Instance, gen: np.random.Generator, interior: int = 5):
         yield limit * gen.uniform(-1, 1, len(limit))
 
 
+def worst_case(x: Instance, seed: int) -> tuple[float, float]:
+    """Largest output error and largest total variation that any choice of score errors causes."""
+    weights, output = used_output(x)
+    worst = worst_tv = 0.0
+    for errors in error_vectors(x, np.random.default_rng(seed)):
+        p = exact_weights(x, errors)
+        worst = max(worst, float(np.linalg.norm(p @ x.values - output)))
+        worst_tv = max(worst_tv, float(0.5 * np.abs(p - weights).sum()))
+    return worst, worst_tv
+
+
 def random_instance(seed: int, *, skip: bool, size: float = 1.0) -> Instance:
     gen = np.random.default_rng(seed)
     block = np.sort(np.concatenate((np.arange(4), gen.integers(0, 4, 4))))
@@ -102,12 +113,7 @@ def test_no_choice_of_score_errors_beats_the_joint_bound_or_the_total_variation(
     x = random_instance(seed, skip=skip)
     centre = np.random.default_rng(seed).normal(size=3) * (seed % 3)
     bound, variation = joint_bound(x, centre)
-    weights, output = used_output(x)
-    worst = worst_tv = 0.0
-    for errors in error_vectors(x, np.random.default_rng(seed)):
-        p = exact_weights(x, errors)
-        worst = max(worst, float(np.linalg.norm(p @ x.values - output)))
-        worst_tv = max(worst_tv, float(0.5 * np.abs(p - weights).sum()))
+    worst, worst_tv = worst_case(x, seed)
     assert worst <= bound
     assert worst_tv <= variation
     assert bound < 40 * worst + 1e-6  # a bound that says nothing would pass the lines above
@@ -124,12 +130,7 @@ def test_a_head_that_reads_one_token_is_known_well_and_no_choice_of_score_errors
     scores[seed % 2] = scores.max() + gap  # blocks 0 and 1 are never skipped
     x = x._replace(scores=scores)
     bound, variation = joint_bound(x, np.zeros(3))
-    weights, output = used_output(x)
-    worst = worst_tv = 0.0
-    for errors in error_vectors(x, np.random.default_rng(seed)):
-        p = exact_weights(x, errors)
-        worst = max(worst, float(np.linalg.norm(p @ x.values - output)))
-        worst_tv = max(worst_tv, float(0.5 * np.abs(p - weights).sum()))
+    worst, worst_tv = worst_case(x, seed)
     assert worst <= bound
     assert worst_tv <= variation
     if gap == 30.0:  # scores that err by 3 nats, and yet

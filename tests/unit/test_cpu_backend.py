@@ -175,6 +175,45 @@ def test_one_kv_head_is_split_over_the_threads() -> None:
     assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["topics", "late", "outlier"])
+def test_a_token_appended_alone_is_stored_as_it_came_and_enters_the_spectral_bound(
+    kind: str, dtype: torch.dtype
+) -> None:
+    k, v = (t.to(dtype) for t in data(kind, 2, 190, 64, seed=8))
+    cache = LayerCache(
+        "certified", query_heads=4, kv_heads=2, head_dim=64, dtype=dtype, backend="cpu", scale=0.125
+    )
+    cache.prefill(k[:, :50], v[:, :50])
+    store = cache._state.cache
+    for t in range(50, 190):
+        cache.append(k[:, t], v[:, t])
+        centred = v[:, : t + 1].double() - store.centre[:, None]
+        largest = torch.linalg.eigvalsh(centred.transpose(1, 2) @ centred)[:, -1]
+        assert (store.value_spectrum.value >= largest).all()
+        # a refresh costs a factor of 64^(1/32), a tenth may be new
+        assert (store.value_spectrum.value <= 1.3 * largest).all()
+        tail = torch.stack((k, v))[:, :, t + 1 - store.tail_tokens : t + 1]
+        assert torch.equal(store.tail[:, :, : store.tail_tokens], tail)
+    for slab, rows in zip(store.originals, (k, v), strict=True):
+        assert torch.equal(slab.rows, rows)
+
+
+def test_kernels_leave_pytorch_the_number_of_threads_it_has() -> None:
+    code = (
+        "import torch\nfrom rcq_cli import LayerCache\nfrom rcq_cli.environment import collect\n"
+        "cache = LayerCache('certified', query_heads=4, kv_heads=2, head_dim=64, backend='cpu')\n"
+        "cache.prefill(torch.randn(2, 100, 64), torch.randn(2, 100, 64))\n"
+        "cache.attend(torch.randn(4, 64))\ncollect('cpu')\nprint(torch.get_num_threads())"
+    )
+    for torch_threads, numba_threads in (("1", "2"), ("2", "1")):
+        env = os.environ | {"OMP_NUM_THREADS": torch_threads, "NUMBA_NUM_THREADS": numba_threads}
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.strip() == torch_threads
+
+
 def test_a_fork_and_its_origin_go_separate_ways() -> None:
     k, v = data("topics", 2, 500, 64, seed=6)
     cache = LayerCache("certified", query_heads=4, kv_heads=2, head_dim=64, backend="cpu")
