@@ -67,7 +67,8 @@ class FusedStep:
             fields[state.ROUNDING_BOUND, mine] = (truth.bound[0] + error).numpy()
             fields[state.NORM, mine] = stored.double().norm(dim=-1).numpy()
             fields[state.RUNG, mine] = 3
-            self.scratch_bytes += 6 * keys[0].numel() * 8
+        # heads follow one another: what one needs is free before the next
+        self.scratch_bytes += 6 * keys[0].numel() * 8
 
     @phased("fallback")
     def _faulty(self, faults: np.ndarray, fields: np.ndarray) -> Step:
