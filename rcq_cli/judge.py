@@ -14,10 +14,10 @@ from rcq_cli import stats
 from rcq_cli.pairing import Pairing, PairSpec, Row, pair_rows
 from rcq_cli.power import POWER, minimum_detectable_loss
 from rcq_cli.stats import Interval, MeanEstimate
-from rcq_cli.verdict import Pair, close_pair, finish_pairs
+from rcq_cli.verdict import MID_P, Pair, close_pair, finish_pairs
 
-FEWEST_DISCORDANT = 6
-"""With fewer discordant pairs McNemar's p cannot be below 0.05."""
+FEWEST_DISCORDANT = {False: 6, True: 5}
+"""With fewer discordant pairs McNemar's p (its mid-p: True) cannot be below 0.05."""
 CRITICAL = 0.999
 """A fractional score from here on counts as a full answer."""
 
@@ -25,7 +25,17 @@ _EMPTY = dict.fromkeys(
     (
         *("both", "reference_only", "candidate_only", "neither", "reference_score", "candidate_score"),
         *("difference", "difference_ci", "ratio", "ratio_ci", "ci_method", "newcombe_ci", "bootstrap_ci"),
-        *("cluster", "mcnemar_p", "mcnemar_p_holm", "p_value", "p_method", "p_holm", "noninferiority_p"),
+        *(
+            "cluster",
+            "mcnemar_p",
+            "mcnemar_p_holm",
+            "mcnemar_mid_p",
+            "mcnemar_mid_p_holm",
+            "p_value",
+            "p_method",
+            "p_holm",
+            "noninferiority_p",
+        ),
         *("flip_rate", "text_identical", "critical", "truncated", "mde"),
     )
 )
@@ -227,13 +237,12 @@ def _fill_tests(pair: Pair, spec: PairSpec, measured: Measured) -> None:
     if measured.binary:
         b, c, n = pair["reference_only"], pair["candidate_only"], pair["n"]
         table = (pair["both"], b, c, pair["neither"])
-        pair["mcnemar_p"] = pair["p_value"] = stats.mcnemar_exact(b, c)
-        pair["p_method"] = "mcnemar"
+        _set_mcnemar(pair, b, c, "mcnemar", spec.mid_p)
         pair["newcombe_ci"] = list(stats.newcombe_paired(*table, spec.alpha))
         pair["noninferiority_p"] = stats.noninferiority_p(b, c, n, spec.margin)
-        pair["mde"] = minimum_detectable_loss(n, c / n)
-        if b + c < FEWEST_DISCORDANT:
-            pair["labels"].append(f"underpowered (m<{FEWEST_DISCORDANT})")
+        pair["mde"] = minimum_detectable_loss(n, c / n, mid_p=spec.mid_p)
+        if b + c < (fewest := FEWEST_DISCORDANT[spec.mid_p]):
+            pair["labels"].append(f"underpowered (m<{fewest})")
     elif pair["n"] > 1:
         units = measured.grouped()[0] if measured.clustered else measured.sums
         pair["p_value"], pair["p_method"] = stats.sign_flip(units, key=spec.key), "sign-flip"
@@ -243,6 +252,13 @@ def _fill_tests(pair: Pair, spec: PairSpec, measured: Measured) -> None:
         pair["ratio_ci"] = [math.exp(end) for end in ci] if ci else None
     elif pair["reference_score"]:
         pair["ratio"] = pair["candidate_score"] / pair["reference_score"]
+
+
+def _set_mcnemar(pair: Pair, b: int, c: int, method: str, mid_p: bool) -> None:
+    """Keep both p under names of their own; the one asked for is what Holm adjusts and a verdict reads."""
+    pair["mcnemar_p"], pair["mcnemar_mid_p"] = stats.mcnemar_exact(b, c), stats.mcnemar_mid_p(b, c)
+    pair["p_value"] = pair["mcnemar_mid_p" if mid_p else "mcnemar_p"]
+    pair["p_method"] = f"{method} {MID_P}" if mid_p else method
 
 
 def _fill_macro(pair: Pair, specs: Sequence[PairSpec], pairings: Sequence[Pairing]) -> None:
@@ -275,9 +291,8 @@ def _fill_macro(pair: Pair, specs: Sequence[PairSpec], pairings: Sequence[Pairin
     pair["bootstrap_ci"] = list(stats.bootstrap(*strata, key=f"{specs[0].key}|macro", alpha=alpha))
     pair["cluster"] = {"key": specs[0].cluster, "k": sum(len(s[0]) for s in strata), "ci": None}
     if pair["both"] is not None:
-        p = stats.mcnemar_exact(pair["reference_only"], pair["candidate_only"])
-        pair["p_value"] = pair["mcnemar_p"] = p
-        pair["p_method"] = "stratified mcnemar"
+        counts = pair["reference_only"], pair["candidate_only"]
+        _set_mcnemar(pair, *counts, "stratified mcnemar", specs[0].mid_p)
     else:
         units = [total / sum(sizes) for sums, sizes in strata for total in sums]
         pair["p_value"], pair["p_method"] = stats.sign_flip(units, key=specs[0].key), "sign-flip"

@@ -32,6 +32,8 @@ class PairSpec:
     higher_is_better: bool = True
     alpha: float = 0.025
     """One-sided level."""
+    mid_p: bool = False
+    """Test by McNemar's mid-p instead of the exact p."""
     n_planned: int | None = None
     """Samples asked for; None: as many as either run holds."""
     cluster: str = "cluster"

@@ -1,4 +1,7 @@
-"""How many pairs a comparison needs: power of the exact McNemar test, detectable losses, deciding sizes."""
+"""How many pairs a comparison needs: power of McNemar's test, detectable losses, deciding sizes.
+
+`mid_p` asks for the test by mid-p; without it every test is the exact one.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,7 +11,7 @@ from statistics import NormalDist
 from rcq_cli.stats import (
     ALPHA,
     SIGNIFICANCE,
-    mcnemar_exact,
+    mcnemar,
     normal_quantile,
     smallest_passing_n,
     tango_statistic,
@@ -22,8 +25,15 @@ _NEGLIGIBLE = 1e-13
 _LARGEST_N = 1_000_000
 
 
-def mcnemar_power(n: int, reference_only: float, candidate_only: float, level: float = SIGNIFICANCE) -> float:
-    """Return the probability that the exact McNemar test rejects at `level`, by enumeration.
+def mcnemar_power(
+    n: int,
+    reference_only: float,
+    candidate_only: float,
+    level: float = SIGNIFICANCE,
+    *,
+    mid_p: bool = False,
+) -> float:
+    """Return the probability that McNemar's test rejects at `level`, by enumeration.
 
     `reference_only` and `candidate_only` are the true shares of discordant pairs of either kind.
     """
@@ -33,7 +43,7 @@ def mcnemar_power(n: int, reference_only: float, candidate_only: float, level: f
     power = 0.0
     for m in range(n + 1):
         weight = _binomial(m, n, min(discordant, 1.0))
-        k = _largest_rejecting(m, level) if weight > _NEGLIGIBLE else -1
+        k = _largest_rejecting(m, level, mid_p) if weight > _NEGLIGIBLE else -1
         share = reference_only / discordant
         power += weight * sum(_binomial(i, m, share) + _binomial(m - i, m, share) for i in range(k + 1))
     return power
@@ -41,25 +51,35 @@ def mcnemar_power(n: int, reference_only: float, candidate_only: float, level: f
 
 @lru_cache(maxsize=1024)
 def minimum_detectable_loss(
-    n: int, candidate_only: float, *, power: float = POWER, level: float = SIGNIFICANCE
+    n: int, candidate_only: float, *, power: float = POWER, level: float = SIGNIFICANCE, mid_p: bool = False
 ) -> float | None:
     """Return the smallest net loss (a share of samples) that McNemar's test finds with `power`.
 
     `candidate_only` is the background share of pairs that only the candidate gets right. None when even the
     largest loss possible would not be found.
     """
+
+    def found(loss: float) -> bool:
+        return mcnemar_power(n, candidate_only + loss, candidate_only, level, mid_p=mid_p) >= power
+
     low, high = 0.0, 1 - 2 * candidate_only
-    if high <= 0 or mcnemar_power(n, candidate_only + high, candidate_only, level) < power:
+    if high <= 0 or not found(high):
         return None
     for _ in range(24):
         middle = (low + high) / 2
-        found = mcnemar_power(n, candidate_only + middle, candidate_only, level) >= power
-        low, high = (low, middle) if found else (middle, high)
+        low, high = (low, middle) if found(middle) else (middle, high)
     return high
 
 
 def deciding_n(
-    b: int, c: int, n: int, margin: float, *, alpha: float = ALPHA, family: float = 1
+    b: int,
+    c: int,
+    n: int,
+    margin: float,
+    *,
+    alpha: float = ALPHA,
+    family: float = 1,
+    mid_p: bool = False,
 ) -> int | None:
     """Return about how many pairs decide a binary cell whose flips keep the shares b / n and c / n.
 
@@ -71,14 +91,14 @@ def deciding_n(
     z, gain, loss = normal_quantile(alpha), c / n, b / n
     if gain - loss > -margin:
         return _first_n(lambda size: tango_statistic(-margin, loss * size, gain * size, size) > z)
-    return _first_n(lambda size: _loss_is_sure(loss * size, gain * size, z, family))
+    return _first_n(lambda size: _loss_is_sure(loss * size, gain * size, z, family, mid_p))
 
 
-def _loss_is_sure(b: float, c: float, z: float, family: float) -> bool:
+def _loss_is_sure(b: float, c: float, z: float, family: float, mid_p: bool) -> bool:
     # T(0) = (c - b) / sqrt(b + c), so the upper end of Tango's interval is below 0 iff T(0) < -z
     score = (c - b) / math.sqrt(b + c)
-    exact = b + c <= _EXACT_PAIRS
-    p = mcnemar_exact(round(b), round(c)) if exact else 2 * NormalDist().cdf(score)
+    enumerated = b + c <= _EXACT_PAIRS
+    p = mcnemar(round(b), round(c), mid_p=mid_p) if enumerated else 2 * NormalDist().cdf(score)
     return score < -z and p * family < SIGNIFICANCE
 
 
@@ -95,13 +115,16 @@ def _first_n(decided: Callable[[int], bool]) -> int | None:
 
 
 @lru_cache(maxsize=8192)
-def _largest_rejecting(m: int, level: float) -> int:
-    """Return the largest min(b, c) whose exact p is below `level` among m discordant pairs, else -1."""
-    tail, k, limit = 0, -1, level / 2
+def _largest_rejecting(m: int, level: float, mid_p: bool) -> int:
+    """Return the largest min(b, c) whose p is below `level` among m discordant pairs, else -1."""
+    below, k = 0, -1
     while 2 * (k + 1) < m:
-        tail += math.comb(m, k + 1)
-        if tail / 2**m >= limit:
+        observed = math.comb(m, k + 1)
+        # p is twice the tail; the mid-p counts half of the table that was seen
+        doubled = 2 * below + (observed if mid_p else 2 * observed)
+        if doubled / 2**m >= level:
             break
+        below += observed
         k += 1
     return k
 

@@ -148,6 +148,7 @@ def _paired(
         metric=entry.metric,
         higher_is_better=entry.dir == "up",
         alpha=spec.alpha,
+        mid_p=spec.mid_p,
         cluster=spec.cluster,
         exact_candidate=True,  # whether it acted is told by the comparison itself
         partial=spec.partial,

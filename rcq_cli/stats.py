@@ -128,6 +128,11 @@ def mcnemar_mid_p(b: int, c: int) -> float:
     return (2 * sum(math.comb(m, i) for i in range(k)) + math.comb(m, k)) / (1 << m)
 
 
+def mcnemar(b: int, c: int, *, mid_p: bool = False) -> float:
+    """Return McNemar's two-sided p, the exact one or its mid-p."""
+    return mcnemar_mid_p(b, c) if mid_p else mcnemar_exact(b, c)
+
+
 def tango_reference_only(x: float, b: float, c: float, n: float) -> float:
     """Return the maximum-likelihood probability of a reference-only pair when the true difference is `x`."""
     first, second, third = 2 * n, (2 * n + b - c) * x - (b + c), -b * x * (1 - x)

@@ -12,6 +12,8 @@ Pair = dict[str, Any]
 
 FEWEST_CLUSTERS = 5
 """Below this many clusters an interval says too little about the next cluster to pass."""
+MID_P = "mid-p"
+"""How `p_method` ends where McNemar's p is the mid-p."""
 FLOOR = 0.20
 """A reference score below this leaves nothing to lose: the cell is uninformative."""
 
@@ -34,10 +36,14 @@ def finish_pairs(pairs: Sequence[Pair]) -> list[Pair]:
         for i, p in zip(members, adjusted, strict=True):
             finished[i]["p_holm"], finished[i]["holm_family"] = p, len(members)
             if finished[i]["mcnemar_p"] is not None:
-                finished[i]["mcnemar_p_holm"] = p
+                finished[i]["mcnemar_mid_p_holm" if _by_mid_p(finished[i]) else "mcnemar_p_holm"] = p
     for pair in finished:
         settle(pair)
     return finished
+
+
+def _by_mid_p(pair: Pair) -> bool:
+    return str(pair["p_method"]).endswith(MID_P)
 
 
 def close_pair(pair: Pair, pairing: Pairing) -> None:
@@ -134,7 +140,8 @@ def _needed_n(pair: Pair, gain: float, low: float, high: float) -> int | None:
     family = pair["p_holm"] / pair["p_value"] if pair["p_value"] and pair["p_holm"] else 1.0
     if pair["both"] is not None and not pair["macro"]:
         b, c = pair["reference_only"], pair["candidate_only"]
-        alone = deciding_n(b, c, n, pair["margin"], alpha=pair["alpha"], family=family)
+        level = {"alpha": pair["alpha"], "family": family, "mid_p": _by_mid_p(pair)}
+        alone = deciding_n(b, c, n, pair["margin"], **level)
         ends = pair["cluster"]["ci"]
         if alone is None or not ends:
             return alone

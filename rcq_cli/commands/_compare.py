@@ -22,6 +22,7 @@ from rcq_cli.latency import latency_gate, paired_times
 from rcq_cli.noise import FLIP_MARGIN
 from rcq_cli.pairing import PairSpec
 from rcq_cli.presets import TASKS
+from rcq_cli.verdict import MID_P
 
 if TYPE_CHECKING:
     from rcq_cli.baseline import Baseline
@@ -33,6 +34,10 @@ Rows = list[dict[str, Json]]
 Clocks = dict[tuple[str, int | None, str], dict[str, Mapping[str, Any]]]
 """Timing records by sample, of each cell of each arm."""
 
+VERDICT_INTERVAL = "tango"
+INTERVALS = (VERDICT_INTERVAL, "newcombe")
+"""Intervals of binary cells that `--interval` knows."""
+
 
 class Rules(NamedTuple):
     """How runs are judged: the flags of compare that change no run."""
@@ -40,6 +45,9 @@ class Rules(NamedTuple):
     limits: _run.Limits = _run.Limits()
     margin: float | None = None
     alpha: float = 0.025
+    interval: str = VERDICT_INTERVAL
+    """Interval of binary cells that is shown; verdicts use Tango's, whatever is shown beside it."""
+    mid_p: bool = False
     cluster: str = "cluster"
     max_missing: int = 0
     allow_mismatch: bool = False
@@ -53,6 +61,17 @@ class Rules(NamedTuple):
     noise: tuple[RunReader, ...] = ()
     """Second runs of the reference."""
     baseline: Baseline | None = None
+
+    def to_json(self) -> dict[str, Json]:
+        """Return which statistics the verdicts rest on, as the document of a comparison records it."""
+        beside = None if self.interval == VERDICT_INTERVAL else self.interval
+        return {
+            "alpha": self.alpha,
+            "cluster": self.cluster,
+            "verdict_interval": VERDICT_INTERVAL,
+            "interval_beside": beside,
+            "mcnemar": MID_P if self.mid_p else "exact",
+        }
 
 
 class Arm(NamedTuple):
@@ -232,6 +251,7 @@ def parts_of(
             metric=facts.score_key,
             higher_is_better=facts.higher_is_better,
             alpha=rules.alpha,
+            mid_p=rules.mid_p,
             cluster=rules.cluster,
             exact_candidate=candidate.reader.spec.mode_name == "dense",
             controls=spec.controls and candidate.reader.spec.controls,

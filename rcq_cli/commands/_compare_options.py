@@ -35,6 +35,18 @@ Margin = Annotated[
     typer.Option("--margin", metavar="X", help="Largest loss that passes. [default: the task's]"),
 ]
 Alpha = Annotated[str, typer.Option("--alpha", metavar="X", help="One-sided level of the verdict.")]
+Interval = Annotated[
+    str,
+    typer.Option(
+        "--interval",
+        metavar="tango|newcombe",
+        help="newcombe: show Newcombe's interval too, as a cross-check; verdicts always use Tango's.",
+    ),
+]
+MidP = Annotated[
+    bool,
+    typer.Option("--midp", help="Test by McNemar's mid-p instead of the exact p, which is conservative."),
+]
 Cluster = Annotated[
     str, typer.Option("--cluster", metavar="auto|none", help="none: treat all samples as independent.")
 ]

@@ -49,6 +49,8 @@ def command(
     partial: c.Partial = False,
     margin: c.Margin = None,
     alpha: c.Alpha = "0.025",
+    interval: c.Interval = "tango",
+    midp: c.MidP = False,
     cluster: c.Cluster = "auto",
     max_missing: c.MaxMissing = "0",
     match: c.Match = None,
@@ -202,14 +204,17 @@ def _baseline(path: str | None, update: bool) -> Baseline | None:
 
 def _rules(given: dict[str, Json]) -> Rules:
     from rcq_cli import gates
-    from rcq_cli.commands._compare import Rules
+    from rcq_cli.commands._compare import INTERVALS, Rules
     from rcq_cli.commands._run import Limits, read_runs
 
     o.choose(given["cluster"], ("auto", "none"), "--cluster")
+    o.choose(given["interval"], INTERVALS, "--interval")
     return Rules(
         limits=Limits(o.whole(given["max_errors"], "--max-errors", 0) or 0, given["allow_inactive"]),
         margin=o.between(given["margin"], "--margin", 1.0),
         alpha=o.between(given["alpha"], "--alpha", 0.5) or 0.025,
+        interval=given["interval"],
+        mid_p=given["midp"],
         cluster="none" if given["cluster"] == "none" else "cluster",
         max_missing=o.whole(given["max_missing"], "--max-missing", 0) or 0,
         allow_mismatch=given["allow_mismatch"],
@@ -254,7 +259,7 @@ def _judge(
         shell.warn(warning)
     code = judged.gate.exit_code(exit_zero=rules.exit_zero)
     readers = [reader for group in groups for reader in group]
-    document = _document(readers, judged, code)
+    document = _document(readers, judged, rules, code)
     _answer(shell, readers, document)
     outputs.write(shell, document)
     if target is not None:
@@ -277,7 +282,7 @@ def _warn_undecided(shell: Shell, judged: Judged) -> None:
         shell.warn(notice)
 
 
-def _document(readers: Sequence[RunReader], judged: Judged, code: int) -> dict[str, Json]:
+def _document(readers: Sequence[RunReader], judged: Judged, rules: Rules, code: int) -> dict[str, Json]:
     from rcq_cli.commands._run import contract_of, one_of
     from rcq_cli.shell import SCHEMA
 
@@ -287,6 +292,7 @@ def _document(readers: Sequence[RunReader], judged: Judged, code: int) -> dict[s
         "contract": contract_of(readers),
         "contracts": judged.contracts,
         "run": one_of(str(reader.folder) for reader in readers),
+        "judgement": rules.to_json(),
         "cells": judged.cells,
         "pairs": judged.pairs,
         "baseline": judged.baseline,

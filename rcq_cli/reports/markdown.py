@@ -13,7 +13,6 @@ from rcq_cli.table import (
     Column,
     Table,
     decimal,
-    interval,
     significant,
     tokens,
     without_empty_columns,
@@ -23,12 +22,13 @@ Json = Any
 Record = Mapping[str, Json]
 Place = tuple[str, int | None, str]
 
-COLUMNS = (
+_BEFORE = (
     Column("ctx", right=True),
     Column("mode"),
     Column("reference", right=True),
     Column("candidate", right=True),
-    Column("difference [95%]"),
+)
+_AFTER = (
     Column("lost/won", right=True),
     Column("flips", right=True),
     Column("critical", right=True),
@@ -55,8 +55,11 @@ class Markdown:
         pairs: Sequence[Record] = document["pairs"]
         cells = {(cell["task"], cell["ctx"], cell["mode"]): cell for cell in document["cells"]}
         tasks = dict.fromkeys((pair["task"], pair["metric"]) for pair in pairs)
-        blocks = [_task([p for p in pairs if (p["task"], p["metric"]) == task], cells) for task in tasks]
-        return (_verdict(document), *blocks, *paired.closing(document))
+        shown = paired.Shown.of(document)
+        blocks = [
+            _task([p for p in pairs if (p["task"], p["metric"]) == task], cells, shown) for task in tasks
+        ]
+        return (_verdict(document), *blocks, *paired.judged_by(document), *paired.closing(document))
 
 
 def _verdict(document: Record) -> Table:
@@ -73,20 +76,20 @@ def _broken(document: Record) -> Table:
     )
 
 
-def _task(pairs: Sequence[Record], cells: Mapping[Place, Record]) -> Table:
+def _task(pairs: Sequence[Record], cells: Mapping[Place, Record], shown: paired.Shown) -> Table:
     first = pairs[0]
     sizes, margins = (dict.fromkeys(str(p[name]) for p in pairs) for name in ("n", "margin"))
     title = f"{first['task']}: {first['metric']}, n={', '.join(sizes)}, margin {', '.join(margins)}"
     notes = [
         f"{paired.pair_title(pair)}: {'; '.join(told)}" for pair in pairs if (told := paired.reasons(pair))
     ]
-    rows = tuple(_row(p, cells.get((p["task"], p["ctx"], p["candidate"]), {})) for p in pairs)
-    return without_empty_columns(Table(title, COLUMNS, rows, tuple(notes)), "nothing was measured there")
+    rows = tuple(_row(p, cells.get((p["task"], p["ctx"], p["candidate"]), {}), shown) for p in pairs)
+    columns = (*_BEFORE, *shown.differences(), *_AFTER)
+    return without_empty_columns(Table(title, columns, rows, tuple(notes)), "nothing was measured there")
 
 
-def _row(pair: Record, cell: Record) -> tuple[Cell, ...]:
+def _row(pair: Record, cell: Record, shown: paired.Shown) -> tuple[Cell, ...]:
     lost, won = pair["reference_only"], pair["candidate_only"]
-    ends = interval(pair["difference_ci"], sign=True)
     verdict = _MARKS[pair["verdict"]]
     expected = " (expected)" if pair.get("expected") and pair["verdict"] == "fail" else ""
     return (
@@ -94,7 +97,8 @@ def _row(pair: Record, cell: Record) -> tuple[Cell, ...]:
         Cell(pair["candidate"]),
         Cell(decimal(pair["reference_score"])),
         Cell(decimal(pair["candidate_score"])),
-        Cell(" ".join(filter(None, (decimal(pair["difference"], sign=True), ends)))),
+        paired.difference(pair),
+        *shown.beside(pair),
         MISSING if lost is None or won is None else Cell(f"{lost}/{won}"),
         Cell(decimal(pair["flip_rate"])),
         MISSING if pair["critical"] is None else Cell(str(pair["critical"])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rcq_cli.reports import _columns
 from rcq_cli.table import (
@@ -22,12 +22,7 @@ from rcq_cli.table import (
 
 Json = Any
 
-COLUMNS = (
-    Column("mode"),
-    Column("score [95%]"),
-    Column("difference [95%]"),
-    Column("verdict"),
-    Column("McNemar p", right=True),
+_COLUMNS = (
     Column("flips"),
     Column("device memory", right=True),
     Column("host memory", right=True),
@@ -37,6 +32,34 @@ COLUMNS = (
     Column("violations"),
 )
 _STYLE = {"pass": "good", "fail": "bad", "inconclusive": "doubt"}
+
+
+class Shown(NamedTuple):
+    """Which statistics of a binary cell stand in the tables."""
+
+    newcombe: bool
+    mid_p: bool
+    percent: str
+    """Two-sided level of the differences."""
+
+    @classmethod
+    def of(cls, document: Mapping[str, Json]) -> Shown:
+        """Read it from `judgement` of a document; one without it is of Tango and the exact test."""
+        judgement = document.get("judgement") or {}
+        percent = f"{100 * (1 - 2 * judgement.get('alpha', 0.025)):g}%"
+        return cls(
+            judgement.get("interval_beside") == "newcombe", judgement.get("mcnemar") == "mid-p", percent
+        )
+
+    def differences(self) -> tuple[Column, ...]:
+        """Return the column of the verdict's interval, and that of Newcombe's where it was asked for."""
+        beside = (Column(f"Newcombe [{self.percent}]"),) if self.newcombe else ()
+        return (Column(f"difference [{self.percent}]"), *beside)
+
+    def beside(self, pair: Mapping[str, Json]) -> tuple[Cell, ...]:
+        """Return what stands in the column of Newcombe's interval, if there is one."""
+        ends = pair.get("newcombe_ci")
+        return (entry(ends, interval(ends, sign=True)),) if self.newcombe else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +74,34 @@ class Paired:
         cells: Sequence[Mapping[str, Json]] = document["cells"]
         pairs: Sequence[Mapping[str, Json]] = document["pairs"]
         places = dict.fromkeys((cell["task"], cell.get("ctx")) for cell in cells)
+        shown = Shown.of(document)
         blocks = [
-            _block([c for c in cells if _at(c, place)], [p for p in pairs if _at(p, place)])
+            _block([c for c in cells if _at(c, place)], [p for p in pairs if _at(p, place)], shown)
             for place in places
         ]
-        return (*_banner(document), *blocks, *closing(document))
+        return (*_banner(document), *blocks, *judged_by(document), *closing(document))
+
+
+def judged_by(document: Mapping[str, Json]) -> tuple[Table, ...]:
+    """Say which statistics the tables show where they are not the default ones."""
+    shown = Shown.of(document)
+    notes = []
+    if shown.newcombe:
+        notes.append(
+            "Newcombe's interval is a cross-check: it knows no clusters and decides nothing; "
+            "`difference` holds the interval of the verdict (Tango's score interval, widened for clusters)"
+        )
+    if shown.mid_p:
+        notes.append(
+            "p is McNemar's mid-p (--midp), also where a verdict rests on it and in the sizes that are named"
+        )
+    return (Table("statistics", (), (), tuple(notes)),) if notes else ()
 
 
 def closing(document: Mapping[str, Json]) -> tuple[Table, ...]:
     """Return what stands below the cells: the baseline where there is one, then the gate."""
     held = document.get("baseline")
-    return (*((_baseline(held),) if held else ()), _gate(document))
+    return (*((_baseline(held, Shown.of(document)),) if held else ()), _gate(document))
 
 
 def pair_title(pair: Mapping[str, Json]) -> str:
@@ -83,16 +123,20 @@ def _at(record: Mapping[str, Json], place: tuple[str, int | None]) -> bool:
     return (record["task"], record.get("ctx")) == place
 
 
-def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Json]]) -> Table:
+def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Json]], shown: Shown) -> Table:
     by_mode = {pair["candidate"]: pair for pair in pairs}
     reference = next((pair["reference"] for pair in pairs), cells[0]["mode"])
-    rows = tuple(_row(cell, by_mode.get(cell["mode"]), cell["mode"] == reference) for cell in cells)
+    columns = (
+        *(Column("mode"), Column("score [95%]"), *shown.differences(), Column("verdict")),
+        *(Column("McNemar mid-p" if shown.mid_p else "McNemar p", right=True), *_COLUMNS),
+    )
+    rows = tuple(_row(cell, by_mode.get(cell["mode"]), cell["mode"] == reference, shown) for cell in cells)
     notes = [f"{pair['candidate']}: {'; '.join(told)}" for pair in pairs if (told := reasons(pair))]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _distance(cell))]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _columns.engaged(cell))]
     notes += [f"{cell['mode']}: run is {cell['status']}" for cell in cells if cell["status"] != "complete"]
     return without_empty_columns(
-        Table(_title(cells, pairs), COLUMNS, rows, tuple(notes)), "nothing was measured there"
+        Table(_title(cells, pairs), columns, rows, tuple(notes)), "nothing was measured there"
     )
 
 
@@ -118,11 +162,14 @@ def _title(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Jso
     return ", ".join(parts)
 
 
-def _row(cell: Mapping[str, Json], pair: Mapping[str, Json] | None, is_reference: bool) -> tuple[Cell, ...]:
+def _row(
+    cell: Mapping[str, Json], pair: Mapping[str, Json] | None, is_reference: bool, shown: Shown
+) -> tuple[Cell, ...]:
+    alone = (Cell("reference" if is_reference else "-", "faint"), *[MISSING] * (3 + shown.newcombe))
     return (
         Cell(cell["mode"], "strong" if is_reference else ""),
         _columns.score(cell),
-        *(_compared(pair) if pair else (Cell("reference" if is_reference else "-", "faint"), *[MISSING] * 3)),
+        *(_compared(pair, shown) if pair else alone),
         _columns.device(cell),
         _columns.host(cell),
         _ratio(pair) if pair else Cell("1.00x") if is_reference and cell.get("step_ms_p50") else MISSING,
@@ -132,17 +179,22 @@ def _row(cell: Mapping[str, Json], pair: Mapping[str, Json] | None, is_reference
     )
 
 
-def _compared(pair: Mapping[str, Json]) -> tuple[Cell, Cell, Cell, Cell]:
-    difference, ends = pair.get("difference"), interval(pair.get("difference_ci"), sign=True)
+def _compared(pair: Mapping[str, Json], shown: Shown) -> tuple[Cell, ...]:
+    p = pair.get("mcnemar_mid_p" if shown.mid_p else "mcnemar_p")
+    return (difference(pair), *shown.beside(pair), _verdict(pair), entry(p, p_value(p)), _flips(pair))
+
+
+def difference(pair: Mapping[str, Json]) -> Cell:
+    """Return the difference of a pair with the interval that its verdict rests on."""
+    value, ends = pair.get("difference"), interval(pair.get("difference_ci"), sign=True)
+    return entry(value, " ".join(filter(None, (decimal(value, sign=True), ends))))
+
+
+def _verdict(pair: Mapping[str, Json]) -> Cell:
     verdict = pair.get("verdict") or "-"
     words = [verdict.upper() if verdict == "fail" else verdict]
     words += ["(expected)"] if pair.get("expected") and verdict == "fail" else []
-    return (
-        entry(difference, " ".join(filter(None, (decimal(difference, sign=True), ends)))),
-        Cell(" ".join(words), _STYLE.get(verdict, "faint")),
-        entry(pair.get("mcnemar_p"), p_value(pair.get("mcnemar_p"))),
-        _flips(pair),
-    )
+    return Cell(" ".join(words), _STYLE.get(verdict, "faint"))
 
 
 def _flips(pair: Mapping[str, Json]) -> Cell:
@@ -187,27 +239,27 @@ def _noise(floor: Mapping[str, Json] | None) -> list[str]:
     return [text + "".join(f", {label}" for label in floor["labels"])]
 
 
-_BASELINE_COLUMNS = (
-    Column("against the baseline"),
-    Column("was", right=True),
-    Column("is", right=True),
-    Column("difference [95%]"),
-    Column("flips"),
-    Column("verdict"),
-)
-
-
-def _baseline(held: Mapping[str, Json]) -> Table:
-    rows = tuple(_baseline_row(pair) for pair in held["pairs"])
+def _baseline(held: Mapping[str, Json], shown: Shown) -> Table:
+    columns = (
+        *(Column("against the baseline"), Column("was", right=True), Column("is", right=True)),
+        *(*shown.differences(), Column("flips"), Column("verdict")),
+    )
+    rows = tuple(_baseline_row(pair, shown) for pair in held["pairs"])
     notes = [f"{pair_title(pair)}: {'; '.join(told)}" for pair in held["pairs"] if (told := reasons(pair))]
     title = f"baseline {held['file']}, contract {held['contract'][:12]}"
-    return Table(title, _BASELINE_COLUMNS if rows else (), rows, tuple(notes))
+    return Table(title, columns if rows else (), rows, tuple(notes))
 
 
-def _baseline_row(pair: Mapping[str, Json]) -> tuple[Cell, ...]:
-    difference, verdict, *_ = _compared(pair)
+def _baseline_row(pair: Mapping[str, Json], shown: Shown) -> tuple[Cell, ...]:
     scores = (Cell(decimal(pair[f"{side}_score"])) for side in ("reference", "candidate"))
-    return (Cell(pair_title(pair)), *scores, difference, _flips(pair), verdict)
+    return (
+        Cell(pair_title(pair)),
+        *scores,
+        difference(pair),
+        *shown.beside(pair),
+        _flips(pair),
+        _verdict(pair),
+    )
 
 
 def _gate(document: Mapping[str, Json]) -> Table:

@@ -82,6 +82,8 @@ FLAGS = (
     ),
     *(
         "--alpha",
+        "--interval",
+        "--midp",
         "--cluster",
         "--partial",
         "--max-missing",

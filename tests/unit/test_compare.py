@@ -43,7 +43,7 @@ def test_the_published_naive_run_is_judged_as_published(published, capsys):
 def test_the_document_has_the_documented_keys(published, capsys):
     document = compared(capsys, *published)
     always = {"schema", "command", "contract", "run", "cells", "pairs", "gate", "exit_code"}
-    assert set(document) == always | {"contracts", "baseline", "warnings"}
+    assert set(document) == always | {"contracts", "baseline", "warnings", "judgement"}
     assert len(document["contract"]) == 64
     assert document["run"] is None
     assert [cell["run"] for cell in document["cells"]] == list(published)
@@ -92,6 +92,57 @@ def test_alpha_and_margin_reach_the_verdict(tmp_path, capsys):
     (pair,) = compared(capsys, *runs, "--margin", "0.05", "--alpha", "0.05")["pairs"]
     assert (pair["verdict"], pair["alpha"], pair["margin"]) == ("pass", 0.05, 0.05)
     assert compared(capsys, *runs)["pairs"][0]["margin"] == 0.15
+
+
+def test_the_document_says_which_statistics_its_verdicts_rest_on(published, capsys):
+    plain = {"alpha": 0.025, "cluster": "cluster", "verdict_interval": "tango"}
+    assert compared(capsys, *published)["judgement"] == plain | {"interval_beside": None, "mcnemar": "exact"}
+    asked = compared(capsys, *published, "--interval", "newcombe", "--midp", "--cluster", "none")
+    changed = {"interval_beside": "newcombe", "mcnemar": "mid-p", "cluster": "none"}
+    assert asked["judgement"] == plain | changed
+    (pair,) = asked["pairs"]
+    # the printed table of statistics.md: the verdict's interval is Tango's whatever stands beside it
+    assert (pair["ci_method"], pair["p_method"]) == ("tango", "mcnemar mid-p")
+    assert pair["difference_ci"] == pytest.approx([-0.40626, -0.22780], abs=5.1e-6)
+    assert pair["newcombe_ci"] == pytest.approx([-0.40267, -0.21616], abs=5.1e-6)
+    assert (pair["mcnemar_p"], pair["mcnemar_mid_p"]) == pytest.approx((9.3132257e-10, 4.6566129e-10))
+    assert pair["mcnemar_p_holm"] is None
+    assert pair["mcnemar_mid_p_holm"] == pair["mcnemar_mid_p"]
+
+
+@pytest.mark.parametrize("form", ["table", "md"])
+def test_newcombe_and_mid_p_are_named_where_they_are_shown(form, published, capsys):
+    _, plain, _ = ask(capsys, "compare", *published, "-o", form)
+    _, asked, _ = ask(capsys, "compare", *published, "--interval", "newcombe", "--midp", "-o", form)
+    assert "Newcombe" not in plain
+    assert "mid-p" not in plain
+    assert "Newcombe [95%]" in asked
+    assert "-0.310 [-0.406, -0.228]" in asked
+    assert "[-0.403, -0.216]" in asked
+    assert "p is McNemar's mid-p (--midp)" in asked
+    if form == "table":
+        assert "9.3e-10" in plain
+        assert "4.7e-10" in asked
+        assert "McNemar p" not in asked
+
+
+def test_the_level_stands_over_the_interval(published, capsys):
+    _, out, _ = ask(capsys, "compare", *published, "--alpha", "0.05", "--interval", "newcombe")
+    assert "difference [90%]" in out
+    assert "Newcombe [90%]" in out
+
+
+def test_mid_p_decides_a_loss_that_the_exact_test_leaves_open(tmp_path, capsys):
+    # five of five flips lost on 100: p = .0625, mid-p = .03125, at a loss of the whole margin
+    dense, other = outcomes(80, 5, 0, 15)
+    runs = (
+        str(stored_run(tmp_path, "dense", dense)),
+        str(stored_run(tmp_path, "certified", other, reason=" ")),
+    )
+    exact, mid = (compared(capsys, *runs, "--margin", "0.05", *more) for more in ((), ("--midp",)))
+    assert (exact["pairs"][0]["verdict"], exact["exit_code"]) == ("inconclusive", 0)
+    assert (mid["pairs"][0]["verdict"], mid["exit_code"]) == ("fail", 3)
+    assert [d["pairs"][0]["labels"] for d in (exact, mid)] == [["underpowered (m<6)"], []]
 
 
 def test_different_contracts_are_refused_and_every_field_is_named(tmp_path, published, capsys):
@@ -249,6 +300,7 @@ def test_two_runs_of_one_mode_are_told_apart(tmp_path, capsys):
         ["{run}", "{other}", "--margin", "1.5"],
         ["{run}", "{other}", "--margin", "small"],
         ["{run}", "{other}", "--cluster", "some"],
+        ["{run}", "{other}", "--interval", "wilson"],
         ["{run}", "{other}", "--expect", "naive=maybe"],
         ["dense", "certified", "--fail-on", "ruler.accuracy.upper < 0"],
     ],

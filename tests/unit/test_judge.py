@@ -208,6 +208,41 @@ def test_five_discordant_pairs_are_called_underpowered_and_six_are_not():
     assert "underpowered (m<6)" not in judge_cell(spec(), *table(80, 6, 0, 14))["labels"]
 
 
+def test_mid_p_has_names_of_its_own_and_is_what_holm_adjusts():
+    # printed mid-p: (6, 0) .015625, (1, 7) .0390625; Holm of two: .03125 and .0390625
+    cells = [(spec(ctx=b, mid_p=True), *table(60, b, c, 40 - b - c)) for b, c in ((6, 0), (1, 7))]
+    pairs = judge(cells)
+    assert [p["mcnemar_mid_p"] for p in pairs] == [p["p_value"] for p in pairs] == [0.015625, 0.0390625]
+    assert [p["mcnemar_mid_p_holm"] for p in pairs] == [0.03125, 0.0390625]
+    assert [p["mcnemar_p"] for p in pairs] == [0.03125, 0.0703125]
+    assert {p["mcnemar_p_holm"] for p in pairs} == {None}
+    assert {p["p_method"] for p in pairs} == {"mcnemar mid-p"}
+
+
+def test_four_discordant_pairs_are_underpowered_by_mid_p_and_five_are_not():
+    assert "underpowered (m<5)" in judge_cell(spec(mid_p=True), *table(80, 4, 0, 16))["labels"]
+    assert judge_cell(spec(mid_p=True, margin=0.1), *table(80, 5, 0, 15))["labels"] == []
+
+
+def test_macro_of_binary_parts_by_mid_p():
+    parts = [
+        (spec(task=f"ruler/{name}", mid_p=True), *table(30, b, c, 10))
+        for name, b, c in (("a", 6, 1), ("b", 4, 1))
+    ]
+    macro = judge(parts)[-1]
+    assert macro["p_value"] == macro["mcnemar_mid_p_holm"] == pytest.approx(0.0224609375, rel=1e-8)
+    assert macro["p_method"] == "stratified mcnemar mid-p"
+
+
+def test_the_size_that_decides_a_loss_is_that_of_the_test_in_use():
+    # 4 of 4 flips lost on 22 samples at .15: by mid-p five of five decide, exactly six of six
+    sizes = []
+    for mid_p in (False, True):
+        reason = judge_cell(spec(margin=0.15, mid_p=mid_p), *table(16, 4, 0, 2))["reasons"][0]
+        sizes.append(int(reason.split("about ")[1].split()[0]))
+    assert [round(4 / 22 * size) for size in sizes] == [6, 5]
+
+
 def test_an_identity_arm_has_no_flips_and_passes_from_n0_on():
     dense = [1] * 60 + [0] * 13
     rows, again = arms(dense, dense)

@@ -4,6 +4,7 @@ import math
 from itertools import takewhile
 
 import pytest
+from scipy.stats import binom
 
 from rcq_cli import power, stats
 
@@ -36,6 +37,26 @@ def test_mcnemar_power_equals_the_sum_over_all_tables():
     assert power.mcnemar_power(n, p_b, p_c) == pytest.approx(expected, rel=1e-10)
 
 
+def mid_p_by_scipy(b, c):
+    """Twice the probability of less than the smaller count, and once that of the count itself."""
+    m, k = b + c, min(b, c)
+    if b == c:
+        return 1 - float(binom.pmf(k, m, 0.5)) / 2 if m else 1.0
+    return float(2 * binom.cdf(k - 1, m, 0.5) + binom.pmf(k, m, 0.5))
+
+
+def test_power_of_the_mid_p_test_equals_the_sum_over_all_tables():
+    n, p_b, p_c = 14, 0.4, 0.1
+    expected = math.fsum(
+        math.comb(n, b) * math.comb(n - b, c) * p_b**b * p_c**c * (1 - p_b - p_c) ** (n - b - c)
+        for b in range(n + 1)
+        for c in range(n + 1 - b)
+        if mid_p_by_scipy(b, c) < 0.05
+    )
+    assert power.mcnemar_power(n, p_b, p_c, mid_p=True) == pytest.approx(expected, rel=1e-10)
+    assert power.mcnemar_power(n, p_b, p_c) < expected
+
+
 @pytest.mark.parametrize(
     ("background", "points"),
     [
@@ -52,6 +73,11 @@ def test_minimum_detectable_loss(background, points):
 
 def test_no_loss_is_detectable_with_five_pairs():
     assert power.minimum_detectable_loss(5, 0.0) is None
+
+
+def test_five_pairs_can_show_a_total_loss_by_mid_p():
+    # five of five: mid-p 1/32; all five flip with probability q^5, and q^5 = .8
+    assert power.minimum_detectable_loss(5, 0.0, mid_p=True) == pytest.approx(0.8**0.2, abs=1e-6)
 
 
 PASSING = {

@@ -76,6 +76,46 @@ def test_mcnemar_agrees_with_the_binomial_test_of_scipy():
             assert stats.mcnemar_exact(b, c) == pytest.approx(expected, rel=1e-12)
 
 
+def test_mid_p_is_the_exact_p_less_half_of_the_observed_table():
+    for b, c in itertools.product(range(12), range(12)):
+        if b != c:
+            exact = scipy_stats.binomtest(b, b + c, 0.5).pvalue
+            expected = exact - scipy_stats.binom.pmf(b, b + c, 0.5)
+            assert stats.mcnemar_mid_p(b, c) == pytest.approx(expected, rel=1e-10)
+        elif b:
+            assert stats.mcnemar_mid_p(b, c) == pytest.approx(1 - scipy_stats.binom.pmf(b, b + c, 0.5) / 2)
+    assert [stats.mcnemar(5, 15, mid_p=mid_p) for mid_p in (False, True)] == pytest.approx(
+        [0.0413894653, 0.0266036987], rel=1e-8
+    )
+
+
+def newcombe_by_hand(a, b, c, d):
+    """Newcombe's method 10 from its definition: Wilson's limits as roots of (p - x)^2 = z^2 x (1 - x) / n."""
+    n, z2 = a + b + c + d, scipy_stats.norm.ppf(0.975) ** 2
+
+    def limits(right):
+        p = right / n
+        return sorted(np.roots([1 + z2 / n, -2 * p - z2 / n, p * p]).real.clip(0, 1))
+
+    (low_r, high_r), (low_c, high_c) = limits(a + b), limits(a + c)
+    p_r, p_c, margins = (a + b) / n, (a + c) / n, (a + b) * (c + d) * (a + c) * (b + d)
+    numerator = a * d - b * c
+    numerator = max(numerator - n / 2, 0) if numerator > 0 else numerator
+    phi = numerator / math.sqrt(margins) if margins else 0
+    below, above = (p_c - low_c, high_r - p_r), (high_c - p_c, p_r - low_r)
+    lengths = [math.sqrt(u * u - 2 * phi * u * v + v * v) for u, v in (below, above)]
+    return p_c - p_r - lengths[0], p_c - p_r + lengths[1]
+
+
+def test_newcombe_equals_its_definition_over_all_small_tables():
+    n = 9
+    for a, b, c in itertools.product(range(n + 1), repeat=3):
+        if a + b + c <= n:
+            counts = (a, b, c, n - a - b - c)
+            # a double root costs half of the digits of `roots`
+            assert stats.newcombe_paired(*counts) == pytest.approx(newcombe_by_hand(*counts), abs=1e-7)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "c", "d", "lower", "upper", "lower90", "newcombe_l", "newcombe_u"), PAIRED
 )
