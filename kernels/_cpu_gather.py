@@ -6,14 +6,15 @@ import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import RUN, WEIGHT_STEPS
 from rcq_cli.kernels._cpu_integer import TEAM, TILE, mix_kernel
-from rcq_cli.kernels._cpu_promote import sound
-from rcq_cli.kernels._cpu_score import item_bytes, widen
+from rcq_cli.kernels._cpu_promote import ask_for, sound
+from rcq_cli.kernels._cpu_score import item_bytes
 from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
     fma,
     load,
+    load_bfloat,
     load_byte,
     load_half,
     load_int,
@@ -56,6 +57,8 @@ def _coded_values(team: int) -> Any:
                 wide = mul(wide, splat(unit))
             for i in range(team):
                 store(floats, i * padded + t, mul(load(weights, to[i] + t), wide))
+        for i in range(team):
+            floats[team * padded + i] = item.factors[i] * back
         for g in range(groups):
             for p in range(0, pairs, LANES):
                 t = g * padded + p
@@ -75,7 +78,7 @@ def _coded_values(team: int) -> Any:
                     store_pairs(ints, (g * team + i) * pairs + p, mul(first, step0), mul(second, step1))
                     place = shape.rows * dim + (rows[i] * groups + g) * LANES
                     offsets = fma(first, low0, mul(second, low1))
-                    scale = splat(item.factors[i] * back)
+                    scale = splat(floats[team * padded + i])
                     store(gathered, place, fma(offsets, scale, load(gathered, place)))
         sums, chunk = groups * team * pairs + 16, dim // groups
         for c in range(0, dim, TILE):
@@ -121,32 +124,72 @@ def accumulate(gathered: Any, place: int, part: Any) -> None:
     store(gathered, place, add(part, load(gathered, place)))
 
 
+def _exact_values(read: Any, item_size: int) -> Any:
+
+    @plain
+    def gather(shape: Shape, source: Any, at: int, tokens: int, item: Item) -> None:
+        """Add the weighted originals at byte `at`; a number is `item_size` bytes, read by `read`."""
+        dim, weights, gathered, rows = shape.dim, item.floats, item.gathered, item.rows
+        row, step, c = dim * item_size, LANES * item_size, 0
+        while c + 2 * LANES <= dim:  # two vectors share a weight once it is in all lanes
+            one = two = three = four = splat(np.float32(0))
+            five = six = seven = eight = one
+            for t in range(tokens):
+                here, w = at + t * row + c * item_size, TEAM * t
+                x, y = read(source, here), read(source, here + step)
+                weight = splat(weights[w])
+                one, two = fma(weight, x, one), fma(weight, y, two)
+                weight = splat(weights[w + 1])
+                three, four = fma(weight, x, three), fma(weight, y, four)
+                weight = splat(weights[w + 2])
+                five, six = fma(weight, x, five), fma(weight, y, six)
+                weight = splat(weights[w + 3])
+                seven, eight = fma(weight, x, seven), fma(weight, y, eight)
+            place = c + LANES
+            accumulate(gathered, rows[0] * dim + c, one)
+            accumulate(gathered, rows[0] * dim + place, two)
+            accumulate(gathered, rows[1] * dim + c, three)
+            accumulate(gathered, rows[1] * dim + place, four)
+            accumulate(gathered, rows[2] * dim + c, five)
+            accumulate(gathered, rows[2] * dim + place, six)
+            accumulate(gathered, rows[3] * dim + c, seven)
+            accumulate(gathered, rows[3] * dim + place, eight)
+            c += 2 * LANES
+        while c < dim:
+            for i in range(TEAM):
+                one = splat(np.float32(0))
+                for t in range(tokens):
+                    x = read(source, at + t * row + c * item_size)
+                    one = fma(splat(weights[TEAM * t + i]), x, one)
+                accumulate(gathered, rows[i] * dim + c, one)
+            c += LANES
+
+    return gather
+
+
+_values_single, _values_bfloat, _values_half = (
+    _exact_values(*how) for how in ((load, 4), (load_bfloat, 2), (load_half, 2))
+)
+
+
 @plain
 def gather_exact(
     shape: Shape, turn: Turn, source: Any, at: int, tokens: int, item: Item, slot: Slot, b: int, count: int
 ) -> None:
     """Add `tokens` original values at byte `at` for the first `count` rows listed in `item.rows`."""
-    dim, floats, gathered, rows = shape.dim, item.floats, item.gathered, item.rows
-    values = TEAM * tokens
+    floats, rows = item.floats, item.rows
     for i in range(TEAM):  # a spare member adds nothing to a row that is there anyway
         r = rows[i] if i < count else rows[0]
         rows[i] = r
         factor = line_of(turn, slot, r).factor[b] if i < count else np.float32(0)
         for t in range(tokens):
             floats[TEAM * t + i] = slot.weights[(b * shape.rows + r) * shape.padded + t] * factor
-    widen(source, at, shape.kind, tokens * dim, floats, values)
-    for c in range(0, dim, LANES):
-        one = two = three = four = splat(np.float32(0))
-        for t in range(tokens):
-            value = load(floats, values + t * dim + c)
-            one = fma(splat(floats[TEAM * t]), value, one)
-            two = fma(splat(floats[TEAM * t + 1]), value, two)
-            three = fma(splat(floats[TEAM * t + 2]), value, three)
-            four = fma(splat(floats[TEAM * t + 3]), value, four)
-        accumulate(gathered, rows[0] * dim + c, one)
-        accumulate(gathered, rows[1] * dim + c, two)
-        accumulate(gathered, rows[2] * dim + c, three)
-        accumulate(gathered, rows[3] * dim + c, four)
+    if shape.kind == 0:
+        _values_single(shape, source, at, tokens, item)
+    elif shape.kind == 1:
+        _values_bfloat(shape, source, at, tokens, item)
+    else:
+        _values_half(shape, source, at, tokens, item)
 
 
 @plain
@@ -168,6 +211,16 @@ def flush(shape: Shape, item: Item) -> None:
             for c in range(r * dim + g * chunk, r * dim + (g + 1) * chunk):
                 item.sums[c] += np.float64(gathered[c]) + offset
     clear(shape, item)
+
+
+@plain
+def bring(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, reads: int) -> None:
+    """Have what is read of block `b` brought into the caches; the codes follow from the kernel of values."""
+    if reads & 1:
+        for i in range(shape.padded * shape.dim // 2, shape.value_bytes, 64):
+            prefetch(tiers.values, h * turn.value_pitch + b * shape.value_bytes + i)
+    if reads & 2 and b < turn.blocks:
+        ask_for(shape, turn, tiers.original_values, h, b)
 
 
 @plain
@@ -211,11 +264,13 @@ def value_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, 
     for c in range(shape.rows * shape.dim):
         item.sums[c] = 0.0
     clear(shape, item)
-    run = 0
-    for b in range(first, last + (part == turn.ranges - 1)):
+    run, end = 0, last + (part == turn.ranges - 1)
+    for b in range(first, end):
+        if b + 1 < end:
+            bring(shape, turn, tiers, h, b + 1, np.int64(slot.reads[b + 1]))
+        if slot.reads[b] == 0:
+            continue
         run += 1
-        for i in range(shape.padded * shape.dim // 2, shape.value_bytes, 64):
-            prefetch(tiers.values, h * turn.value_pitch + (b + 1) * shape.value_bytes + i)
         if add_block(shape, turn, tiers, item, slot, h, b, -1) or run == RUN:
             flush(shape, item)
             run = 0

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - Numba fixes the parameters of an intrinsic, used or not
-"""The two integer kernels, written as vector instructions: codes times queries, and codes times weights."""
+"""Kernels in vector instructions: folding queries, codes times queries or weights, hashing."""
 
 from typing import Any
 
@@ -10,22 +10,31 @@ from numba.extending import intrinsic
 
 from rcq_cli.kernels._cpu_vector import (
     AVX2,
+    FLOAT_LANES,
     INTS,
     LANES,
     WIDE,
     X86,
     address,
     call,
+    f32,
+    fma_of,
     i64,
+    joined,
     prefetch_at,
+    round_of,
     splat_of,
+    sum_of,
 )
 
 TILE = 16
 """Tokens that the score kernel takes at a time, and channels that the value kernel takes."""
 TEAM = 4
 """Query heads that share one read of the codes."""
+TINY = 1e-30
+"""A folded query that is nowhere larger counts as zero."""
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_f32 = ir.FloatType()
 
 
 def _multiply_pairs(builder: Any, x: Any, y: Any) -> Any:
@@ -52,6 +61,110 @@ def _accumulators(builder: Any, count: int) -> list[Any]:
 
 def _accumulate(builder: Any, cell: Any, product: Any) -> None:
     builder.store(builder.add(builder.load(cell), product), cell)
+
+
+def fold_kernel(team: int) -> Any:
+    """Return the kernel that folds `team` queries into the scales of a block of keys.
+
+    fold(floats, dim, query, first, steps, ints, meta): scale at `floats[:dim]`, offset at `floats[dim:]`; one
+    query after the other from `query[first]`. Writes q s in units of its largest / `steps`, as int16, one
+    query after the other, to `ints`; and per query unit, sum |q s| and q . z to `floats[meta + 4 i:]`.
+    """
+
+    def fold(
+        typing: Any, floats: Any, dim: Any, query: Any, first: Any, steps: Any, ints: Any, meta: Any
+    ) -> Any:
+
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            floats, dim, query, first, steps, ints, meta = values
+            cells = [[cgutils.alloca_once(builder, FLOAT_LANES) for _ in range(3)] for _ in range(team)]
+            for cell in (cell for row in cells for cell in row):
+                builder.store(ir.Constant(FLOAT_LANES, None), cell)
+
+            def at(pointer: Any, *offsets: Any) -> Any:
+                index = offsets[0]
+                for offset in offsets[1:]:
+                    index = builder.add(index, offset)
+                return builder.load(address(builder, pointer, index, FLOAT_LANES), align=1)
+
+            rows = [builder.add(first, builder.mul(dim, _i64(i))) for i in range(team)]
+            with cgutils.for_range(builder, builder.udiv(dim, _i64(LANES))) as loop:
+                c = builder.mul(loop.index, _i64(LANES))
+                scale, offset = at(floats, c), at(floats, dim, c)
+                for row, (top, absolute, shift) in zip(rows, cells, strict=True):
+                    q = at(query, row, c)
+                    size = call(builder, f"llvm.fabs.v{LANES}f32", FLOAT_LANES, builder.fmul(q, scale))
+                    higher = builder.fcmp_ordered(">", size, builder.load(top))
+                    builder.store(builder.select(higher, size, builder.load(top)), top)
+                    builder.store(builder.fadd(builder.load(absolute), size), absolute)
+                    builder.store(fma_of(builder, q, offset, builder.load(shift)), shift)
+            inverses = []
+            for i, (top, absolute, shift) in enumerate(cells):
+                name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+                peak = call(builder, name, _f32, builder.load(top), fast=("nnan",))
+                some = builder.fcmp_ordered(">", peak, _f32(TINY))
+                unit = builder.select(some, builder.fdiv(peak, steps), _f32(0.0))
+                inverses.append(splat_of(builder, builder.select(some, builder.fdiv(steps, peak), _f32(0.0))))
+                sums = [sum_of(builder, builder.load(cell)) for cell in (absolute, shift)]
+                for k, number in enumerate((unit, *sums)):
+                    where = address(builder, floats, builder.add(meta, _i64(4 * i + k)), _f32)
+                    builder.store(number, where, align=1)
+            with cgutils.for_range(builder, builder.udiv(dim, _i64(TILE))) as loop:
+                c = builder.mul(loop.index, _i64(TILE))
+                parts = [builder.add(c, _i64(n)) for n in range(0, TILE, LANES)]
+                scales = [at(floats, part) for part in parts]
+                for i, (row, inverse) in enumerate(zip(rows, inverses, strict=True)):
+                    folded = [builder.fmul(at(query, row, n), s) for n, s in zip(parts, scales, strict=True)]
+                    rounded = [round_of(builder, builder.fmul(x, inverse)) for x in folded]
+                    shorts = builder.trunc(joined(builder, rounded), ir.VectorType(_i16, TILE))
+                    to = builder.add(builder.mul(dim, _i64(i)), c)
+                    pointer = builder.gep(builder.bitcast(ints, _i16.as_pointer()), [to])
+                    builder.store(shorts, builder.bitcast(pointer, shorts.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(floats, i64, query, i64, f32, ints, i64), code
+
+    return intrinsic(fold)
+
+
+HASH_BYTES = 32
+"""What is hashed is a multiple of this long."""
+_HASH_STEP = 2 * 2654435761
+
+
+@intrinsic
+def hash_words(typing: Any, data: Any, at: Any, count: Any, seed: Any) -> Any:
+    """Return a multilinear hash modulo 2^64 of `count` bytes (a multiple of HASH_BYTES) at byte `at`.
+
+    Each 32-bit word is multiplied by its own odd 32-bit number, so a change inside one word always shows.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        data, at, count, seed = values
+        quads = ir.VectorType(_i64, 4)
+        low, half = ir.Constant(quads, [0xFFFFFFFF] * 4), ir.Constant(quads, [32] * 4)
+        # even and odd words; their multipliers stay odd because they grow by even steps
+        begun = builder.or_(builder.mul(seed, _i64(0x9E3779B1)), _i64(1))
+        begun = builder.insert_element(ir.Constant(quads, ir.Undefined), begun, _i32(0))
+        begun = builder.shuffle_vector(begun, begun, ir.Constant(ir.VectorType(_i32, 4), [0] * 4))
+        sums, factors = [], []
+        for odd in (0, 1):
+            ahead = [(2 * lane + odd) * _HASH_STEP for lane in range(4)]
+            factors.append(cgutils.alloca_once_value(builder, builder.add(begun, ir.Constant(quads, ahead))))
+            sums.append(cgutils.alloca_once_value(builder, ir.Constant(quads, None)))
+        step = ir.Constant(quads, [8 * _HASH_STEP] * 4)
+        with cgutils.for_range(builder, builder.udiv(count, _i64(HASH_BYTES))) as loop:
+            where = builder.add(at, builder.mul(loop.index, _i64(HASH_BYTES)))
+            words = builder.load(address(builder, data, where, quads), align=1)
+            parts = builder.and_(words, low), builder.lshr(words, half)
+            for part, factor, total in zip(parts, factors, sums, strict=True):
+                product = builder.mul(part, builder.and_(builder.load(factor), low))
+                builder.store(builder.add(builder.load(total), product), total)
+                builder.store(builder.add(builder.load(factor), step), factor)
+        result = builder.add(*(builder.load(total) for total in sums))
+        return call(builder, "llvm.vector.reduce.add.v4i64", _i64, result)
+
+    return types.int64(data, i64, i64, i64), code
 
 
 def dots_kernel(team: int) -> Any:
@@ -105,6 +218,16 @@ def dots_kernel(team: int) -> Any:
     return intrinsic(dots)
 
 
+def nibble_of(builder: Any, words: Any, k: int) -> Any:
+    """Return nibble `k` of every 16-bit half of the words."""
+    if k == 3:  # nothing stands above it
+        shorts = ir.VectorType(_i16, 2 * LANES)
+        top = builder.lshr(builder.bitcast(words, shorts), ir.Constant(shorts, [12] * 2 * LANES))
+        return builder.bitcast(top, INTS)
+    shifted = builder.lshr(words, ir.Constant(INTS, [4 * k] * LANES)) if k else words
+    return builder.and_(shifted, ir.Constant(INTS, [0x000F000F] * LANES))
+
+
 def mix_kernel(team: int) -> Any:
     """Return the kernel of values: TILE channels of a block times `team` rows of weights, exact in int32.
 
@@ -132,7 +255,6 @@ def mix_kernel(team: int) -> Any:
             words, at, stride, ahead, octets, weights, first, row, to, out_row = values
             vectors = TILE // LANES
             cells = _accumulators(builder, team * vectors)
-            nibbles = ir.Constant(INTS, [0x000F000F] * LANES)
             with cgutils.for_range(builder, octets) as loop:
                 base = builder.add(at, builder.mul(loop.index, stride))
                 prefetch_at(builder, address(builder, words, builder.add(base, ahead), _i8))
@@ -147,8 +269,7 @@ def mix_kernel(team: int) -> Any:
                     data.append(builder.load(where, align=1))
                 pair = builder.add(first, builder.mul(loop.index, _i64(4)))
                 for k in range(4):
-                    shift = ir.Constant(INTS, [4 * k] * LANES)
-                    codes = [builder.and_(builder.lshr(x, shift) if k else x, nibbles) for x in data]
+                    codes = [nibble_of(builder, x, k) for x in data]
                     for h in range(team):
                         index = builder.add(builder.add(pair, _i64(k)), builder.mul(row, _i64(h)))
                         weight = splat_of(

@@ -6,19 +6,23 @@ import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import (
     Cut,
+    affordable,
     best_split,
     blocks_to_drop,
+    count_ones,
     joint_bound,
     kept_weight,
     key_terms,
+    largest_of,
     normalise,
+    only_kept,
     rounding_bound,
     skip_terms,
     spread,
     value_terms,
 )
 from rcq_cli.kernels._cpu_gather import add_block, clear, flush
-from rcq_cli.kernels._cpu_promote import exact_delta, explore, promote_keys
+from rcq_cli.kernels._cpu_promote import ask_for, exact_delta, explore, promote_keys
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, item_bytes
 from rcq_cli.kernels._cpu_state import (
     APART,
@@ -36,6 +40,7 @@ from rcq_cli.kernels._cpu_state import (
     PLAN_LEFT,
     PLAN_LIMIT,
     PLAN_NORM,
+    PLAN_VALUE,
     PLANS,
     ROUNDING_BOUND,
     RUNG,
@@ -66,6 +71,8 @@ Skipping takes the third.
 """
 
 
+SKIP_TURNS = 4
+"""Passes over the blocks to find what to skip."""
 KEY_FLOOR = 0.1
 """Keys are promoted until their bound fits what is left, at least this share of the budget."""
 
@@ -101,7 +108,7 @@ def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot
     explore(shape, turn, limits, tiers, item, slot, h)
     for b in range(turn.blocks):
         if slot.pins[b]:
-            promote_keys(shape, turn, tiers, item, slot, h, b)
+            promote_keys(shape, turn, tiers, item, slot, h, b, b)
             for r in range(shape.group):
                 line_of(turn, slot, r).value_coded[b] = np.float32(0)
 
@@ -174,8 +181,11 @@ def choose_values(
     h: int,
     r: int,
     first: bool,
-) -> None:
-    """Decide which values row `r` needs from the originals; leave what is left for keys in its plan."""
+) -> bool:
+    """Decide which values row `r` needs from the originals; leave what is left for keys in its plan.
+
+    Returns whether it needs any.
+    """
     row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan = ahead(tiers.plans, row * PLANS)
     for b in range(width):
@@ -188,8 +198,9 @@ def choose_values(
     plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
     spectrum, tokens = tiers.spectra[shape.heads + h], turn.blocks * shape.block + turn.tail
     plan[PLAN_LEFT] = plan[PLAN_LIMIT] - rounding_bound(shape, sums, plan[PLAN_NORM], weight, tokens)
-    if not turn.rounds or best_split(slot.table, spectrum, 0.0) <= VALUE_PART * plan[PLAN_LEFT]:
-        return
+    plan[PLAN_VALUE] = best_split(slot.table, spectrum, 0.0)
+    if not turn.rounds or plan[PLAN_VALUE] <= VALUE_PART * plan[PLAN_LEFT]:
+        return False
     cut, spare = blocks_to_drop(slot.table, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
     for b in range(turn.blocks):
         if not line.value_coded[b] > 0 or not line.cost[b] > 0:
@@ -200,40 +211,46 @@ def choose_values(
             for other in range(shape.group):  # what one head reads, its group reads
                 if tiers.todo[h * shape.rows + other]:
                     line_of(turn, slot, other).value_coded[b] = np.float32(0)
+    return True
 
 
 @plain
-def skip_blocks(line: Line, slot: Slot, blocks: int, allowance: float) -> float:
-    """Skip the values of blocks that together cost at most `allowance`; return what they cost."""
-    table, cut = slot.table, BUCKETS
-    for j in range(BUCKETS - 1, -1, -1):
-        if not table[3 * BUCKETS] - table[3 * j] <= allowance:
+def skip_blocks(line: Line, slot: Slot, width: int, away: float, allowance: float) -> float:
+    """Skip the values of blocks that together cost at most `allowance`; return what they cost.
+
+    Every turn takes the blocks that cost no more than an even share of what is left.
+    """
+    skip_terms(line, slot, width, away)
+    taken, share = affordable(line, width, np.float32(0)), np.float32(0)
+    for _ in range(SKIP_TURNS):
+        if not taken.others > 0:
             break
-        cut = j
-    for b in range(blocks):
-        if slot.bucket[b] >= cut and line.key_coded[b] > 0 and line.value_coded[b] > 0:
-            line.keep[b] = np.float32(0)
-    return table[3 * BUCKETS] - table[3 * cut]
+        share = np.float32((allowance - taken.cost) / taken.others)
+        taken = affordable(line, width, share)
+    for b in range(width):
+        line.keep[b] = np.float32(0) if line.cost[b] <= share else line.keep[b]
+    return taken.cost * MARGIN
 
 
 @plain
-def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int) -> None:
-    """Skip what costs little, and decide which keys row `r` needs within what values leave."""
+def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int, promoted: bool) -> None:
+    """Skip what costs little, and decide which keys row `r` needs within what values leave.
+
+    `promoted` says that values were promoted after the rows looked at theirs.
+    """
     row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan, spectrum = ahead(tiers.plans, row * PLANS), tiers.spectra[h]
     weight, away = kept_weight(line, width), plan[PLAN_AWAY]
-    value_terms(line, slot, width, weight, 0.0)
-    spread(line, width, slot.bucket, slot.table)
-    left = plan[PLAN_LEFT] - best_split(slot.table, tiers.spectra[shape.heads + h], 0.0)
-    if turn.skip:
-        skip_terms(line, slot, width, away)
+    if promoted:  # by any row: this one reads the originals too
+        value_terms(line, slot, width, weight, 0.0)
         spread(line, width, slot.bucket, slot.table)
-        left -= skip_blocks(line, slot, turn.blocks, max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART)
+        plan[PLAN_VALUE] = best_split(slot.table, tiers.spectra[shape.heads + h], 0.0)
+    left = plan[PLAN_LEFT] - plan[PLAN_VALUE]
+    if turn.skip:
+        allowance = max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART
+        left -= skip_blocks(line, slot, width, away, allowance)
     sums = key_terms(line, slot, width, weight, away, shape.block)
-    for b in range(turn.blocks):
-        line.cost[b] *= line.keep[b]
-        line.move[b] *= line.keep[b]
-        line.energy[b] *= line.keep[b]
+    only_kept(line, width)
     spread(line, width, slot.bucket, slot.table)
     # where values or rounding leave nothing, promoting every key would not help: the next round knows the
     # output, and a head that reads one token is certified by it
@@ -271,6 +288,21 @@ def centre_norm(shape: Shape, tiers: Store, h: int) -> float:
 
 
 @plain
+def promote_wanted(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int) -> None:
+    """Promote the keys that rows marked, each while the next one is on its way."""
+    last = -1
+    for b in range(turn.blocks):
+        if slot.want_keys[b]:
+            if last < 0:
+                ask_for(shape, turn, tiers.original_keys, h, b)
+            else:
+                promote_keys(shape, turn, tiers, item, slot, h, last, b)
+            last = b
+    if last >= 0:
+        promote_keys(shape, turn, tiers, item, slot, h, last, last)
+
+
+@plain
 def choose(
     shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int, number: int
 ) -> None:
@@ -284,18 +316,23 @@ def choose(
     if turn.certify:
         for b in range(width):
             slot.want_keys[b] = 0
+        promoted = False
         for r in range(shape.group):
             if tiers.todo[h * shape.rows + r]:
-                choose_values(shape, turn, limits, tiers, item, slot, h, r, number == 0)
+                promoted |= choose_values(shape, turn, limits, tiers, item, slot, h, r, number == 0)
         for r in range(shape.group):
             if tiers.todo[h * shape.rows + r]:
-                choose_keys(shape, turn, tiers, slot, h, r)
-        for b in range(turn.blocks):
-            if slot.want_keys[b]:
-                promote_keys(shape, turn, tiers, item, slot, h, b)
+                choose_keys(shape, turn, tiers, slot, h, r, promoted)
+        promote_wanted(shape, turn, tiers, item, slot, h)
+    for b in range(width):
+        slot.reads[b] = 0
     for r in range(shape.group):
         if tiers.todo[h * shape.rows + r]:
-            normalise(line_of(turn, slot, r), width)
+            line = line_of(turn, slot, r)
+            normalise(line, width)
+            for b in range(turn.blocks + 1):
+                kept = line.keep[b] * line.factor[b] > 0
+                slot.reads[b] |= np.uint8(kept) << np.uint8(line.value_coded[b] == 0)
 
 
 class Stored(NamedTuple):
@@ -352,10 +389,9 @@ def judge(
     away = (plan[PLAN_AWAY] + value + rounding) * MARGIN
     sums = key_terms(line, slot, width, weight, away, shape.block)
     spread(line, width, slot.bucket, table)
-    radius = 0.0
-    for b in range(turn.blocks + 1):
-        radius = max(radius, np.float64(slot.radius[b]))
-    joint = joint_bound(line, width, weight, sums, table, tiers.spectra[h], away, radius)
+    joint = joint_bound(
+        line, width, weight, sums, table, tiers.spectra[h], away, largest_of(slot.radius, width)
+    )
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)
     plan[PLAN_NORM] = stored.norm
     fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = joint.key, joint.dropped
@@ -367,13 +403,13 @@ def judge(
 @plain
 def count_blocks(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int) -> int:
     """Write what row `r` used; return the blocks it brought from the originals."""
-    line, keys, values, skipped, rung = line_of(turn, slot, r), 0, 0, 0, 0
+    line, rung = line_of(turn, slot, r), 0
+    keys = turn.blocks - count_ones(line.key_coded, turn.blocks)
+    values = turn.blocks - count_ones(line.value_coded, turn.blocks)
+    skipped = turn.blocks - count_ones(line.keep, turn.blocks)
     for b in range(turn.blocks):
-        keys += line.key_coded[b] == 0
-        values += line.value_coded[b] == 0
-        skipped += line.keep[b] == 0
-        wanted = slot.flags[r * turn.width + b]
-        rung = max(rung, 2 if wanted & VALUE_WANTED else np.int64(wanted))
+        rung |= slot.flags[r * turn.width + b]
+    rung = 2 if rung & VALUE_WANTED else rung
     column, heads, fields = h * shape.group + r, shape.heads * shape.group, tiers.fields
     fields[KEYS_USED * heads + column], fields[VALUES_USED * heads + column] = keys, values
     fields[SKIPPED * heads + column], fields[RUNG * heads + column] = skipped, rung
@@ -408,7 +444,7 @@ def finish(
                 mine[c] += mine[part * (shape.rows * dim + APART) + c]
         weight = kept_weight(line_of(turn, slot, r), used_width(turn.blocks))
         settle(tiers, row, dim, weight, 0.0, ahead(tiers.centre, h * dim), mine)
-        done = judge(shape, turn, limits, tiers, slot, h, r, weight)
+        done = judge(shape, turn, limits, tiers, slot, h, r, weight) and not tiers.failed[row]
         tiers.fields[column] = not done
         if done or wants_too_much(turn, slot, r) or not tiers.plans[row * PLANS + PLAN_NORM] < np.inf:
             tiers.todo[row] = 0

@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.kernels._cpu_integer import TEAM
+from rcq_cli.kernels._cpu_integer import TEAM, hash_words
 from rcq_cli.kernels._cpu_score import (
     EXP_SLACK,
+    LOW,
     code_scores,
     coded_delta,
     exact_scores,
@@ -15,20 +16,26 @@ from rcq_cli.kernels._cpu_score import (
     weigh,
 )
 from rcq_cli.kernels._cpu_state import Item, Limits, Shape, Slot, Store, Turn, line_of
-from rcq_cli.kernels._cpu_vector import loose, plain, word
+from rcq_cli.kernels._cpu_vector import (
+    LANES,
+    add,
+    exponential,
+    highest,
+    larger,
+    load,
+    mul,
+    pick_less,
+    plain,
+    prefetch,
+    splat,
+    store,
+    sub,
+)
 
-
-@loose
-def fingerprint(data: Any, at: int, count: int, seed: int) -> int:
-    """Return a multilinear hash modulo 2^64 of `count` bytes (a multiple of 4) at byte `at`.
-
-    Each 32-bit word is multiplied by its own odd 32-bit number, so a change inside one word always shows.
-    """
-    result = np.uint64(seed)
-    for i in range(count // 4):
-        odd = ((np.uint64(i + seed) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) | np.uint64(1)
-        result += np.uint64(word(data, at + 4 * i)) * odd
-    return np.int64(result)
+WIDEST = 60.0
+"""Score errors beyond this tell nothing."""
+UNDERFLOW = 2e-38
+"""More than a weight that became 0 can have been, next to its block's largest."""
 
 
 @plain
@@ -48,16 +55,16 @@ def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: in
             h * turn.key_pitch + b * shape.key_bytes,
             note_print(tiers.notes, h * turn.note_pitch + 6 * b),
         )
-        return fingerprint(tiers.keys, at, shape.key_bytes, 1) + notes
+        return hash_words(tiers.keys, at, shape.key_bytes, 1) + notes
     if part == 1:
         at, notes = (
             h * turn.value_pitch + b * shape.value_bytes,
             note_print(tiers.notes, h * turn.note_pitch + 6 * b),
         )
-        return fingerprint(tiers.values, at, shape.value_bytes, 2) + notes
+        return hash_words(tiers.values, at, shape.value_bytes, 2) + notes
     count = shape.block * shape.dim * item_bytes(shape)
     source = tiers.original_keys if part == 2 else tiers.original_values
-    return fingerprint(source, h * turn.original_pitch + b * count, count, part + 1)
+    return hash_words(source, h * turn.original_pitch + b * count, count, part + 1)
 
 
 @plain
@@ -84,7 +91,7 @@ def compare_scores(
     at = h * turn.key_pitch + b * shape.key_bytes
     source = h * turn.original_pitch + b * shape.block * shape.dim * item_bytes(shape)
     keys, block = tiers.original_keys, shape.block
-    if not exact_scores(shape, tiers, keys, source, block, item, h, low, high, pads, exact):
+    if not exact_scores(shape, tiers, keys, source, 0, block, h, low, high, pads, exact):
         for r in range(low, high):
             tiers.failed[h * shape.rows + r] = 1
         return
@@ -112,20 +119,64 @@ def exact_delta(tiers: Store, slot: Slot, row: int, b: int) -> float:
 
 
 @plain
-def promote_keys(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int) -> None:
-    """Check codes and originals of block `b`, and replace its scores by exact ones in every row to do."""
+def agree(weights: Any, to: int, exact: Any, at: int, padded: int, peak: float, delta: float) -> bool:
+    """Return whether exact scores lie within `delta` of those that `weights[to:]` were made of.
+
+    Weights are exp(score - peak); where they underflowed, only that much is known.
+    """
+    if not delta < WIDEST:
+        return True
+    stretch = splat(np.float32(np.exp(np.float64(delta)) * (1 + 2.0**-16)))
+    centre, flushed, worst = splat(np.float32(peak)), splat(np.float32(UNDERFLOW)), splat(LOW)
+    for t in range(0, padded, LANES):
+        above = sub(load(exact, at + t), centre)
+        one = exponential(pick_less(above, splat(np.float32(80)), above, splat(np.float32(80))))
+        other = load(weights, to + t)
+        worst = larger(sub(one, mul(add(other, flushed), stretch)), worst)
+        worst = larger(sub(other, mul(add(one, flushed), stretch)), worst)
+    return highest(worst) <= 0
+
+
+@plain
+def ask_for(shape: Shape, turn: Turn, source: Any, h: int, b: int) -> None:
+    """Have originals of block `b` brought into the caches while something else is worked on."""
+    count = shape.block * shape.dim * item_bytes(shape)
+    first = h * turn.original_pitch + b * count
+    for i in range(first, first + count, 64):
+        prefetch(source, i)
+
+
+@plain
+def promote_keys(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int
+) -> None:
+    """Check codes and originals of block `b`, and replace its scores by exact ones in every row to do.
+
+    Block `after` is the next one.
+    """
     if not (sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0)):
         return
-    padded, pads, weights = shape.padded, item.pads, slot.weights
-    compare_scores(shape, turn, tiers, item, slot, h, b, 0, shape.rows)
+    padded, block, pads, weights = shape.padded, shape.block, item.pads, slot.weights
+    size = block * shape.dim * item_bytes(shape)
+    at, ahead = h * turn.original_pitch + b * size, (after - b) * size
+    if not exact_scores(shape, tiers, tiers.original_keys, at, ahead, block, h, 0, shape.rows, pads, 0):
+        for r in range(shape.rows):
+            tiers.failed[h * shape.rows + r] = 1
+        return
     for r in range(shape.group):
-        row, line = h * shape.rows + r, line_of(turn, slot, r)
-        if not tiers.todo[row]:
+        row, line, at = h * shape.rows + r, line_of(turn, slot, r), r * padded
+        to = b * shape.rows * padded + at
+        if not tiers.todo[row] or tiers.failed[row]:
             continue
-        to, exact = (b * shape.rows + r) * padded, (shape.rows + r) * padded
-        for t in range(shape.block):
-            weights[to + t] = pads[exact + t]
-        weigh(weights, to, shape.block, padded, line.peak, line.mass, line.square, b)
+        for t in range(at + block, at + padded):
+            pads[t] = LOW
+        if not tiers.raw[h * turn.raw_pitch + b]:
+            allowed = np.float64(line.coded_delta[b]) + tiers.slack[2 * row + 1] * np.float64(slot.reach[b])
+            if not agree(weights, to, pads, at, padded, line.peak[b], allowed):
+                tiers.faults[2 * h], tiers.faults[2 * h + 1] = 1, b
+        for t in range(0, padded, LANES):
+            store(weights, to + t, load(pads, at + t))
+        weigh(weights, to, block, padded, line.peak, line.mass, line.square, b)
         line.delta[b] = exact_delta(tiers, slot, row, b)
         line.keep[b], line.key_coded[b] = np.float32(1), np.float32(0)
 
@@ -134,10 +185,12 @@ def promote_keys(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot,
 def explore(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Compare the codes of a few blocks with the originals, for one query head, only to find corruption."""
     state = np.uint64(turn.count * 8191 + h + 1) * np.uint64(0x9E3779B97F4A7C15)
-    wanted = limits.explore * turn.blocks + np.float64(state >> np.uint64(11)) * 2.0**-53
-    for _ in range(int(wanted)):
-        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        b = np.int64((state >> np.uint64(33)) % np.uint64(turn.blocks))
+    count = int(limits.explore * turn.blocks + np.float64(state >> np.uint64(11)) * 2.0**-53)
+    after = -1
+    for _ in range(count + 1):
+        b, after = after, np.int64((state >> np.uint64(33)) % np.uint64(turn.blocks))
+        ask_for(shape, turn, tiers.original_keys, h, after)
         r = np.int64((state >> np.uint64(20)) % np.uint64(shape.group))
-        if sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0):
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        if b >= 0 and sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0):
             compare_scores(shape, turn, tiers, item, slot, h, b, r, r + 1)

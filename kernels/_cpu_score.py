@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.kernels._cpu_integer import TEAM, TILE, dots_kernel
+from rcq_cli.kernels._cpu_integer import TEAM, TILE, dots_kernel, fold_kernel
 from rcq_cli.kernels._cpu_state import Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     FLUSH,
@@ -19,13 +19,11 @@ from rcq_cli.kernels._cpu_vector import (
     load_bfloat,
     load_half,
     load_int,
-    mul,
     plain,
     prefetch,
-    size,
     splat,
     store,
-    store_short,
+    store_sums,
     sub,
     total,
 )
@@ -108,7 +106,7 @@ def read_scales(shape: Shape, keys: Any, at: int, floats: Any) -> None:
 
 
 def _coded_scores(team: int) -> Any:
-    dots = dots_kernel(team)
+    fold, dots = fold_kernel(team), dots_kernel(team)
 
     @plain
     def coded(
@@ -119,24 +117,8 @@ def _coded_scores(team: int) -> Any:
         The query is folded into the key scales and rounded to 16 bits per head and block, so the dot products
         are exact integers. Leaves step, sum |q s| and q . z per head in `floats[4 * D:]`.
         """
-        dim, padded = shape.dim, shape.padded
-        meta, fold, pairs = 4 * dim, 2 * dim, dim // 2
-        for i in range(team):
-            top, absolute, shift = splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0))
-            for c in range(0, dim, LANES):
-                q = load(query, first + i * dim + c)
-                folded = mul(q, load(floats, c))
-                store(floats, fold + c, folded)
-                top, absolute = larger(size(folded), top), add(absolute, size(folded))
-                shift = fma(q, load(floats, dim + c), shift)
-            peak, steps = highest(top), np.float32(shape.fold_steps)
-            tiny = not peak > np.float32(1e-30)
-            inverse = splat(np.float32(0) if tiny else steps / peak)
-            for c in range(0, dim, LANES):
-                store_short(ints, i * dim + c, mul(load(floats, fold + c), inverse))
-            floats[meta + 4 * i] = np.float32(0) if tiny else peak / steps
-            floats[meta + 4 * i + 1] = total(absolute)
-            floats[meta + 4 * i + 2] = total(shift)
+        dim, padded, meta, pairs = shape.dim, shape.padded, 4 * shape.dim, shape.dim // 2
+        fold(floats, dim, query, first, np.float32(shape.fold_steps), ints, meta)
         out = team * pairs
         for t in range(0, padded, TILE):
             dots(keys, at + 2 * t, 2 * padded, shape.key_bytes, ints, 0, pairs, out + t, padded)
@@ -222,49 +204,83 @@ def score_block(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, 
                 shape, tiers, item.floats, i, row, np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
             )
             # float32 rounding of the bound itself
-            line.delta[b] = np.float32(delta * (1 + 2.0**-23))
+            line.delta[b] = line.coded_delta[b] = np.float32(delta * (1 + 2.0**-23))
             weigh(slot.weights, to + i * padded, shape.block, padded, line.peak, line.mass, line.square, b)
             if not (delta < 1e30 and abs(line.peak[b]) < 1e37) and not tiers.raw[h * turn.raw_pitch + b]:
                 tiers.failed[row] = 1
 
 
+def _exact_scores(read: Any, item: int) -> Any:
+
+    @plain
+    def exact(
+        shape: Shape, tiers: Store, source: Any, at: int, ahead: int, tokens: int, h: int, low: int,
+        high: int, scores: Any, to: int,
+    ) -> None:  # fmt: skip
+        """Score `tokens` originals of `item` bytes a number, read by `read`."""
+        dim, padded, query, size = shape.dim, shape.padded, tiers.query, shape.dim * item
+        for t in range(0, tokens, 2):  # two tokens at a time; an odd last one twice
+            other = min(t + 1, tokens - 1)
+            x_at, y_at, r, place = at + t * size, at + other * size, low, to + low * padded
+            for i in range(0, 2 * size, 64):
+                prefetch(source, x_at + ahead + i)
+            while r + TEAM <= high:
+                q = (h * shape.rows + r) * dim
+                one = two = three = four = splat(np.float32(0))
+                five = six = seven = eight = one
+                for c in range(0, dim, TILE):
+                    for n in range(c, c + TILE, LANES):
+                        x, y, a = (
+                            read(source, x_at + item * n),
+                            read(source, y_at + item * n),
+                            load(query, q + n),
+                        )
+                        one, two, a = fma(a, x, one), fma(a, y, two), load(query, q + dim + n)
+                        three, four, a = fma(a, x, three), fma(a, y, four), load(query, q + 2 * dim + n)
+                        five, six, a = fma(a, x, five), fma(a, y, six), load(query, q + 3 * dim + n)
+                        seven, eight = fma(a, x, seven), fma(a, y, eight)
+                store_sums(scores, place + t, padded, one, three, five, seven)
+                store_sums(scores, place + other, padded, two, four, six, eight)
+                r, place = r + TEAM, place + TEAM * padded
+            while r < high:
+                q = (h * shape.rows + r) * dim
+                one = two = splat(np.float32(0))
+                for c in range(0, dim, LANES):
+                    a = load(query, q + c)
+                    one = fma(a, read(source, x_at + item * c), one)
+                    two = fma(a, read(source, y_at + item * c), two)
+                scores[place + t], scores[place + other] = total(one), total(two)
+                r, place = r + 1, place + padded
+
+    return exact
+
+
+_exact_single, _exact_bfloat, _exact_half = (
+    _exact_scores(*how) for how in ((load, 4), (load_bfloat, 2), (load_half, 2))
+)
+
+
 @plain
 def exact_scores(
-    shape: Shape, tiers: Store, source: Any, at: int, tokens: int, item: Item, h: int, low: int, high: int,
+    shape: Shape, tiers: Store, source: Any, at: int, ahead: int, tokens: int, h: int, low: int, high: int,
     scores: Any, to: int,
 ) -> bool:  # fmt: skip
     """Score `tokens` originals at byte `at` for rows `low` to `high`: `scores[to + row * P + token]`.
 
-    Returns whether all are finite.
+    Asks for those `ahead` bytes further on, which are needed next. Returns whether all are finite.
     """
-    dim, padded, floats, row, sound = shape.dim, shape.padded, item.floats, 3 * shape.dim, True
-    for t in range(tokens):
-        widen(source, at + t * dim * item_bytes(shape), shape.kind, dim, floats, row)
-        r, place = low, to + low * padded + t
-        while r + TEAM <= high:
-            first = (h * shape.rows + r) * dim
-            one = two = three = four = splat(np.float32(0))
-            for c in range(0, dim, LANES):
-                key, q = load(floats, row + c), first + c
-                one, two = fma(load(tiers.query, q), key, one), fma(load(tiers.query, q + dim), key, two)
-                q += 2 * dim
-                three, four = (
-                    fma(load(tiers.query, q), key, three),
-                    fma(load(tiers.query, q + dim), key, four),
-                )
-            scores[place], scores[place + padded] = total(one), total(two)
-            scores[place + 2 * padded], scores[place + 3 * padded] = total(three), total(four)
-            r, place = r + TEAM, place + TEAM * padded
-        while r < high:
-            first, dot = (h * shape.rows + r) * dim, splat(np.float32(0))
-            for c in range(0, dim, LANES):
-                dot = fma(load(tiers.query, first + c), load(floats, row + c), dot)
-            scores[place] = total(dot)
-            r, place = r + 1, place + padded
+    if shape.kind == 0:
+        _exact_single(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
+    elif shape.kind == 1:
+        _exact_bfloat(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
+    else:
+        _exact_half(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
+    largest = np.float32(0)
     for r in range(low, high):
-        for t in range(to + r * padded, to + r * padded + tokens):
-            sound = sound and abs(scores[t]) < np.float32(1e37)
-    return sound
+        for t in range(to + r * shape.padded, to + r * shape.padded + tokens):
+            # a NaN stays: no comparison with it holds
+            largest = largest if abs(scores[t]) <= largest else abs(scores[t])
+    return largest < np.float32(1e37)
 
 
 @plain
@@ -291,7 +307,7 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
     slot.reach[b], slot.radius[b] = np.sqrt(reach) * MARGIN, np.sqrt(radius) * MARGIN
     slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
     to = b * shape.rows * padded
-    sound = exact_scores(shape, tiers, tiers.tail, at, turn.tail, item, h, 0, shape.rows, slot.weights, to)
+    sound = exact_scores(shape, tiers, tiers.tail, at, 0, turn.tail, h, 0, shape.rows, slot.weights, to)
     for r in range(shape.rows):
         line, row = line_of(turn, slot, r), h * shape.rows + r
         line.delta[b] = tiers.slack[2 * row + 1] * slot.reach[b] + EXP_SLACK

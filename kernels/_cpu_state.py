@@ -126,7 +126,8 @@ class Store(NamedTuple):
     todo: Any
     """uint8 `[Hkv, rows]`: not yet within the budget."""
     plans: Any
-    """float64 `[Hkv, rows, PLANS]`: norm of the output, its distance from c0, limit, what is left, care."""
+    """float64 `[Hkv, rows, PLANS]`: norm of the output, its distance from c0, limit, what is left, care,
+    bound of the values."""
     outputs: Any
     """float64 `[Hkv, rows, D]`"""
     faults: Any
@@ -157,6 +158,8 @@ class Slot(NamedTuple):
     """uint8, of the last `spread`."""
     want_keys: Any
     pins: Any
+    reads: Any
+    """uint8 over the rows to do: bit 0 values are read from codes, bit 1 from the originals (or the tail)."""
     table: Any
     """float64 `[BUCKETS + 1, 3]`"""
 
@@ -209,10 +212,12 @@ class Line(NamedTuple):
     """1.0, or 0.0 where scores are exact."""
     value_coded: Any
     """1.0, or 0.0 where values are read from the originals."""
+    coded_delta: Any
+    """What `delta` was for the scores from codes."""
 
 
-STATS, NOTES, MARKS = len(Line._fields), 6, 3
-PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLANS = range(6)
+STATS, NOTES, MARKS = len(Line._fields), 6, 4
+PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, PLANS = range(7)
 KEY_WANTED, VALUE_WANTED = 1, 2
 (
     KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, NORM, LIMIT, KEYS_USED, VALUES_USED, SKIPPED, RUNG,
@@ -304,6 +309,7 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
         marks,
         ahead(marks, width),
         ahead(marks, 2 * width),
+        ahead(marks, 3 * width),
         ahead(doubles_at(a[5]), index * (BUCKETS + 1) * 3),
     )
 
@@ -345,7 +351,7 @@ def line_of(turn: Turn, slot: Slot, r: int) -> Line:
     return Line(
         first, ahead(first, w), ahead(first, 2 * w), ahead(first, 3 * w), ahead(first, 4 * w),
         ahead(first, 5 * w), ahead(first, 6 * w), ahead(first, 7 * w), ahead(first, 8 * w), ahead(first, 9 *
-        w), ahead(first, 10 * w), ahead(first, 11 * w), )  # fmt: skip
+        w), ahead(first, 10 * w), ahead(first, 11 * w), ahead(first, 12 * w), )  # fmt: skip
 
 
 @plain

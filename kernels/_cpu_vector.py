@@ -218,12 +218,29 @@ def splat_of(builder: Any, x: Any) -> Any:
     return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
 
 
-def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+def fma_of(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return call(builder, f"llvm.fma.v{LANES}f32", FLOAT_LANES, x, y, z)
 
 
-def _round(builder: Any, x: Any) -> Any:
+def round_of(builder: Any, x: Any) -> Any:
+    """Return the nearest integers, `<LANES x i32>`."""
+    if X86 and LANES == 8:
+        return call(builder, "llvm.x86.avx.cvt.ps2dq.256", INTS, x)
     return builder.fptosi(call(builder, f"llvm.rint.v{LANES}f32", FLOAT_LANES, x), INTS)
+
+
+def sum_of(builder: Any, x: Any) -> Any:
+    """Return the sum of the lanes."""
+    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+    return call(builder, name, _f32, _f32(0.0), x, fast=("reassoc",))
+
+
+def joined(builder: Any, vectors: list[Any]) -> Any:
+    """Return one vector of one or two."""
+    if len(vectors) == 1:
+        return vectors[0]
+    order = ir.Constant(ir.VectorType(_i32, 2 * LANES), list(range(2 * LANES)))
+    return builder.shuffle_vector(*vectors, order)
 
 
 def _larger(builder: Any, x: Any, y: Any) -> Any:
@@ -246,7 +263,7 @@ def _exponential(builder: Any, x: Any) -> Any:
     part = builder.fsub(scaled, whole)
     result = _constant(_POWERS[-1])
     for coefficient in _POWERS[-2::-1]:
-        result = _fma(builder, result, part, _constant(coefficient))
+        result = fma_of(builder, result, part, _constant(coefficient))
     exponent = builder.shl(builder.fptosi(whole, INTS), ir.Constant(INTS, [23] * LANES))
     power = builder.add(builder.bitcast(result, INTS), exponent)
     return builder.select(kept, builder.bitcast(power, FLOAT_LANES), _constant(0.0))
@@ -260,22 +277,18 @@ load_half = _reader(_f16, lambda b, x: b.fpext(x, FLOAT_LANES))
 load_bfloat = _reader(_i16, _widen_bfloat)
 load_byte = _reader(_i8, lambda b, x: b.uitofp(x, FLOAT_LANES))
 store = _writer(_f32, lambda b, x: x)
-store_short = _writer(_i16, lambda b, x: b.trunc(_round(b, x), ir.VectorType(_i16, LANES)))
+store_short = _writer(_i16, lambda b, x: b.trunc(round_of(b, x), ir.VectorType(_i16, LANES)))
 splat = _op(FLOATS, (f32,), splat_of)
 add = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y))
 sub = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fsub(x, y))
 mul = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fmul(x, y))
 divide = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fdiv(x, y))
-fma = _op(FLOATS, (FLOATS, FLOATS, FLOATS), _fma)
+fma = _op(FLOATS, (FLOATS, FLOATS, FLOATS), fma_of)
 pick_less = _op(FLOATS, (FLOATS,) * 4, lambda b, x, y, yes, no: b.select(b.fcmp_ordered("<", x, y), yes, no))
 larger = _op(FLOATS, (FLOATS, FLOATS), _larger)
 size = _op(FLOATS, (FLOATS,), lambda b, x: call(b, f"llvm.fabs.v{LANES}f32", FLOAT_LANES, x))
 exponential = _op(FLOATS, (FLOATS,), _exponential)
-total = _op(
-    f32,
-    (FLOATS,),
-    lambda b, x: call(b, f"llvm.vector.reduce.fadd.v{LANES}f32", _f32, _f32(0.0), x, fast=("reassoc",)),
-)
+total = _op(f32, (FLOATS,), sum_of)
 highest = _op(
     f32, (FLOATS,), lambda b, x: call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", _f32, x, fast=("nnan",))
 )
@@ -303,6 +316,38 @@ def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pointer, i64), code
+
+
+@intrinsic
+def store_sums(
+    typing: Any, pointer: Any, index: Any, stride: Any, one: Any, two: Any, three: Any, four: Any
+) -> Any:
+    """Write the sums of the lanes of four vectors, `stride` numbers apart."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer, index, stride, *vectors = values
+
+        def folded(x: Any, y: Any) -> Any:
+            """Return sums of neighbours: those of `x` in the first half of every four lanes."""
+            lanes = [4 * (i // 4) + 2 * (i % 2) + LANES * (i % 4 // 2) for i in range(LANES)]
+            masks = [ir.Constant(INTS, [lane + odd for lane in lanes]) for odd in (0, 1)]
+            return builder.fadd(*(builder.shuffle_vector(x, y, mask) for mask in masks))
+
+        sums = folded(folded(*vectors[:2]), folded(*vectors[2:]))
+        width = LANES
+        while width > 4:
+            width //= 2
+            halves = [
+                builder.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(_i32, width), list(part)))
+                for part in (range(width), range(width, 2 * width))
+            ]
+            sums = builder.fadd(*halves)
+        for i in range(4):
+            where = builder.gep(pointer, [builder.add(index, builder.mul(stride, _i64(i)))])
+            builder.store(builder.extract_element(sums, _i32(i)), where)
+        return context.get_dummy_value()
+
+    return types.void(pointer, i64, i64, *(FLOATS,) * 4), code
 
 
 @intrinsic
@@ -369,8 +414,8 @@ def store_pairs(typing: Any, pointer: Any, index: Any, low: Any, high: Any) -> A
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         where = address(builder, *values[:2], INTS)
-        shifted = builder.shl(_round(builder, values[3]), ir.Constant(INTS, [16] * LANES))
-        builder.store(builder.or_(_round(builder, values[2]), shifted), where, align=1)
+        shifted = builder.shl(round_of(builder, values[3]), ir.Constant(INTS, [16] * LANES))
+        builder.store(builder.or_(round_of(builder, values[2]), shifted), where, align=1)
         return context.get_dummy_value()
 
     return types.void(pointer, i64, FLOATS, FLOATS), code
