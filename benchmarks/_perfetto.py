@@ -43,10 +43,13 @@ async function rows(engine, sql) {
   }
   return out;
 }
+async function idle(engine) {
+  for (let calm = 0; calm < 20; calm = engine.numRequestsPending ? 0 : calm + 1) await pause(200);
+}
 async function answers() {
   const trace = await opened(), out = {};
   for (const [name, sql] of Object.entries(QUERIES)) out[name] = await rows(trace.engine, sql);
-  await pause(SETTLE);
+  if (DRAWN) await idle(trace.engine);
   return { answers: out };
 }
 answers()
@@ -125,8 +128,8 @@ def ask(
 
     Raises `RuntimeError` with the interface's own words when the trace does not open or a query fails.
     """
-    settle = "3000" if picture else "0"
-    script = SCRIPT.replace("{queries}", json.dumps(dict(queries))).replace("SETTLE", settle)
+    drawn = json.dumps(picture is not None)
+    script = SCRIPT.replace("{queries}", json.dumps(dict(queries))).replace("DRAWN", drawn)
     page = (interface() / "index.html").read_text("utf-8").replace("<head>", "<head>" + script)
     found: queue.Queue[Any] = queue.Queue()
     with _served({"/": page.encode(), "/trace": trace, "/held": b""}, found) as base:
