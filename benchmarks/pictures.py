@@ -21,10 +21,10 @@ from rich.text import Text
 COLOURS = 128
 TRACE = (1280, 560)
 """Window of a trace."""
-ANEW = "\r\x1b[2K"
-"""How a live bar begins its line again."""
+ANEW, GONE = "\r\x1b[2K", "\r\n\r\x1b[1A\x1b[2K"
+"""How a live bar begins its line again, and how it leaves."""
 BAR = 2 / 3
-"""How far the live bar of a recorded terminal is when it is drawn."""
+"""Which of its states, all different, the live bar of a recorded terminal is drawn in."""
 REPORT = 4200
 """Rows of a report that are drawn: the sections that hold pictures come first."""
 SPARE = 120
@@ -36,8 +36,10 @@ PRE = "<pre style=\"font:14px/1.35 'DejaVu Sans Mono',monospace;color:{foregroun
 def settled(recorded: str) -> str:
     """Return what a terminal got with one state of every line that was redrawn, and nothing of the cursor."""
     lines = []
-    for line in re.sub(r"\x1b\[\?25[lh]", "", recorded).replace("\r\n", "\n").split("\n"):
-        *states, rest = line.split(ANEW)
+    still = re.sub(r"\x1b\[\?25[lh]", "", recorded).replace(GONE, ANEW).replace("\r\n", "\n")
+    for line in still.split("\n"):
+        *shown, rest = line.split(ANEW)
+        states = list(dict.fromkeys(shown))
         lines += [states[int(BAR * len(states))], ""] if states else []
         lines += [rest] if rest or not states else []
     return "\n".join(lines)
