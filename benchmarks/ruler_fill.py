@@ -5,6 +5,7 @@ python benchmarks/ruler_fill.py [MODEL] [CTX ...]
 
 import sys
 import time
+from typing import Any
 
 from rcq_cli.options import parse_tokens
 from rcq_cli.protocols import TaskRequest
@@ -15,13 +16,13 @@ from rcq_cli.tasks.ruler import TASK
 class Counting:
     """The model's tokenizer, counting how often a whole prompt is encoded."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.prompts = tokenizer, 0
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def prompt(self, *args, **options):
+    def prompt(self, *args: Any, **options: Any) -> Any:
         self.prompts += 1
         return self._tokenizer.prompt(*args, **options)
 
@@ -42,8 +43,8 @@ def main(model: str = "smollm2-135m", *contexts: str) -> int:
             meta = sample.meta
             low += meta["fill"] < meta["fill_floor"]
             print(
-                f"| {part} | {ctx:,} | {len(sample.prompt_ids):,} + {sample.max_new_tokens} | {meta['fill']:.4f} | "
-                f"{meta['fill_floor']:.3f} | {counting.prompts} | {spent:.2f} |",
+                f"| {part} | {ctx:,} | {len(sample.prompt_ids):,} + {sample.max_new_tokens} | "
+                f"{meta['fill']:.4f} | {meta['fill_floor']:.3f} | {counting.prompts} | {spent:.2f} |",
                 flush=True,
             )
     return int(low > 0)

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 from rcq_cli.traces import Filter, Recorded, flat, series
 
 Json = Any
-PROCESS, SAMPLES, STEPS = 1, 1, 2
-"""The one process and its two lanes; slices on a lane never overlap."""
+PROCESS, SAMPLES, STEPS = 1, 2, 3
+"""The one process and its two lanes; slices on a lane never overlap. A lane of the process's own number would
+be shown as its main thread."""
+RATIO, COUNT = "(ratio)", "(head-steps)"
+"""Perfetto names a counter's track by its name and the key of its value: the key is the unit."""
 
 
 class Exported(NamedTuple):
@@ -85,14 +88,14 @@ def _slice(lane: int, name: str, at_ns: int, spent_ns: int, args: dict[str, Json
 
 
 def _counters(at_ns: int, row: dict[str, Json]) -> Iterator[dict[str, Json]]:
-    values = {
-        "relative bound, max": row["bound_max"],
-        "relative bound, p50": row["bound_p50"],
-        "relative true error, max": row["error_max"],
-        "head-steps above rung 0": sum(row["rungs"][1:]),
-        "violations": row["violations"],
-    }
-    for name, value in values.items():
+    values = (
+        ("relative bound, max", RATIO, row["bound_max"]),
+        ("relative bound, p50", RATIO, row["bound_p50"]),
+        ("relative true error, max", RATIO, row["error_max"]),
+        ("above rung 0", COUNT, sum(row["rungs"][1:])),
+        ("violations", COUNT, row["violations"]),
+    )
+    for name, unit, value in values:
         if value is not None:
             yield {
                 "ph": "C",
@@ -100,7 +103,7 @@ def _counters(at_ns: int, row: dict[str, Json]) -> Iterator[dict[str, Json]]:
                 "pid": PROCESS,
                 "tid": 0,
                 "ts": at_ns / 1e3,
-                "args": {"value": value},
+                "args": {unit: value},
             }
 
 

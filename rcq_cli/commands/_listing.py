@@ -43,20 +43,19 @@ def answer_records(
     *,
     title: str = "",
     extra: Mapping[str, Json] | None = None,
-    styles: Mapping[str, str] | None = None,
 ) -> None:
-    """Answer with flat records under `key` of the document; `styles` colours cells by their text."""
+    """Answer with flat records under `key` of the document."""
     document = {"schema": SCHEMA, "command": shell.command, **(extra or {}), key: list(records)}
-    shell.answer(Result(document, lambda: (record_table(title, records, styles or {}),), records))
+    shell.answer(Result(document, lambda: (record_table(title, records),), records))
 
 
-def record_table(title: str, records: Sequence[Mapping[str, Json]], styles: Mapping[str, str]) -> Table:
+def record_table(title: str, records: Sequence[Mapping[str, Json]]) -> Table:
     """Return flat records as a table whose columns are their keys; numbers stand on the right."""
     if not records:
         return Table(title, (Column("nothing to show"),), ())
     keys = list(records[0])
     columns = tuple(Column(key, right=_numeric([r[key] for r in records])) for key in keys)
-    rows = tuple(tuple(_cell(record[key], styles) for key in keys) for record in records)
+    rows = tuple(tuple(_cell(record[key]) for key in keys) for record in records)
     return Table(title, columns, rows)
 
 
@@ -65,8 +64,7 @@ def _numeric(values: Sequence[Json]) -> bool:
     return bool(present) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in present)
 
 
-def _cell(value: Json, styles: Mapping[str, str]) -> Cell:
+def _cell(value: Json) -> Cell:
     if value is None or value == "":
         return Cell("-", "faint")
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return Cell(text, styles.get(text, ""))
+    return Cell(str(value).lower() if isinstance(value, bool) else str(value))

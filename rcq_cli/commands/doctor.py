@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import typer
 
 from rcq_cli.commands._options import Format, JsonTarget, Quiet, shell_of
+from rcq_cli.table import Cell, Column, Table
 
 PACKAGES = (
     "torch",
@@ -59,14 +60,44 @@ def command(
     quiet: Quiet = False,
 ) -> int:
     """Show what this machine can do: each probe with its status, the reason and a fix."""
-    from rcq_cli.commands._listing import answer_records
+    from rcq_cli.shell import SCHEMA, Result
 
     shell = shell_of(context)
     shell.parsed("doctor", format=format, json_target=json, quiet=quiet)
     found = [*probes_of_this_machine(), *(_bandwidth() if bandwidth else ())]
     probes = [probe._asdict() for probe in found]
-    answer_records(shell, "probes", probes, styles=STYLES)
+    document = {"schema": SCHEMA, "command": "doctor", "probes": probes}
+    shell.answer(Result(document, lambda: tables(found), probes))
     return 0
+
+
+def tables(probes: Sequence[Probe]) -> tuple[Table, ...]:
+    """Return what works and where that is known from, then what does not, with reasons and fixes below."""
+    works = [probe for probe in probes if probe.status == "ok"]
+    fails = [probe for probe in probes if probe.status != "ok"]
+    columns = tuple(Column(title) for title in ("name", "found", "source"))
+    rows = tuple((Cell(p.name), Cell(_found(p), "good"), Cell(p.source, "faint")) for p in works)
+    shown = (Table("works here", columns, rows),)
+    if not fails:
+        return shown
+    columns = tuple(Column(title) for title in ("name", "status", "source"))
+    rows = tuple(
+        (Cell(p.name), Cell(p.status, STYLES.get(p.status, "")), Cell(p.source, "faint")) for p in fails
+    )
+    return (*shown, Table("does not work here, or says nothing", columns, rows, tuple(map(_told, fails))))
+
+
+def _found(probe: Probe) -> str:
+    """Return the value of a probe that works, else what is said of it."""
+    if probe.value is None:
+        return probe.reason or "ok"
+    return f"{probe.value} ({probe.reason})" if probe.reason else probe.value
+
+
+def _told(probe: Probe) -> str:
+    """Return why a probe found nothing, and what would help."""
+    why = ", ".join(filter(None, (probe.value, probe.reason))) or probe.status
+    return f"{probe.name}: {why}" + (f"; {probe.fix}" if probe.fix else "")
 
 
 def probes_of_this_machine() -> Iterator[Probe]:
@@ -85,7 +116,8 @@ def _software() -> Iterator[Probe]:
     from rcq_cli import __version__
 
     yield Probe("rcq", "ok", __version__, "rcq_cli")
-    yield Probe("python", "ok", f"{platform.python_version()} on {platform.platform(terse=True)}", "platform")
+    yield Probe("python", "ok", platform.python_version(), "platform")
+    yield Probe("system", "ok", platform.platform(terse=True), "platform")
     for name in PACKAGES:
         try:
             yield Probe(name, "ok", metadata.version(name), "metadata")

@@ -224,7 +224,8 @@ class Engine:
         """Return the stages of the context for a mode that reads token ids, shared by all layers."""
         if need is None or not need.token_ids:
             return None
-        stages = StageTracker(lambda token: self.loaded.tokenizer.decode((token,)))
+        tokenizer = self.loaded.tokenizer
+        stages = StageTracker(lambda token: tokenizer.decode((token,)), turn_ends=tokenizer.eos_ids)
         stages.read(sample.prompt_ids[: sample.context_len])
         return stages
 

@@ -8,7 +8,7 @@ stage evidence without defining it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,13 +45,20 @@ class Rules:
 class StageTracker:
     """Units, stages and links of one sequence, token by token.
 
-    `text_of` gives the text of an id; without it units are blocks and stages end by length alone. The
-    outcome depends on the ids and nothing else: links are evaluated in float64, ties go to the lower unit.
+    `text_of` gives the text of an id; without it units are blocks and stages end by length and by turn of
+    the conversation alone. `turn_ends` are the ids that close such a turn. The outcome depends on the ids and
+    nothing else: links are evaluated in float64, ties go to the lower unit.
     """
 
-    def __init__(self, text_of: Callable[[int], str] | None = None, rules: Rules | None = None) -> None:
+    def __init__(
+        self,
+        text_of: Callable[[int], str] | None = None,
+        rules: Rules | None = None,
+        turn_ends: Collection[int] = (),
+    ) -> None:
         self.rules = rules or Rules()
         self.text_of = text_of
+        self.turn_ends = frozenset(turn_ends)
         self.transitions = 0
         self._unit_of: list[int] = []
         self._stage_of_unit: list[int] = []
@@ -60,6 +67,7 @@ class StageTracker:
         self._unit_start = self._stage_start = 0
         self._sentence_ended = True
         self._newlines = 0
+        self._turn_ended = False
         self._texts: dict[int, str] = {}
         self._recent: Floats | None = None
         self._longer: Floats | None = None
@@ -82,6 +90,7 @@ class StageTracker:
                 self._counts.append(0)
             self._unit_of.append(len(self._stage_of_unit) - 1)
             self._follow(text)
+            self._turn_ended = token in self.turn_ends
 
     def close(self) -> None:
         """End the present stage, if it holds a token: count a revisit for every unit it came back to.
@@ -142,7 +151,8 @@ class StageTracker:
     def _opens_stage(self, text: str) -> bool:
         """Whether a stage ends before this token: a paragraph, list item, cue, turn or the longest stage."""
         length = self.tokens - self._stage_start
-        if length >= self.rules.longest_stage_tokens:
+        # a question may be short; in a stage of its own it links what it asks for and nothing else
+        if self._turn_ended or length >= self.rules.longest_stage_tokens:
             return True
         if length < self.rules.shortest_stage_tokens:
             return False

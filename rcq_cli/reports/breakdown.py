@@ -107,7 +107,7 @@ def _steps(cells: Sequence[Record]) -> Table:
         state = "settled" if warm["settled"] else "did not settle"
         notes.append(
             f"{place}: warm-up {warm['warmup_steps']} steps ({state}), first step "
-            f"{ms(warm['cold_first_ms'])}, {step['outliers']} outliers kept"
+            f"{ms(warm['cold_first_ms'])}, outliers kept: {step['outliers']}"
         )
         if cell.get("caches") == "cold":
             notes.append(f"{place}: the processor's caches were emptied before each step")

@@ -75,7 +75,9 @@ def _row(cell: Mapping[str, Json]) -> tuple[Cell, ...]:
 def _notes(cell: Mapping[str, Json]) -> list[str]:
     notes = [_columns.engaged(cell)]
     further = {name: value for name, value in (cell.get("metrics") or {}).items() if value is not None}
-    notes.append(", ".join(f"{name} {significant(value, 4)}" for name, value in further.items()))
+    if further:
+        told = ", ".join(f"{name} {significant(value, 4)}" for name, value in further.items())
+        notes.append(f"further metrics: {told}")
     return [note for note in notes if note]
 
 

@@ -142,6 +142,40 @@ def test_closing_counts_the_stage_once_however_often_it_is_asked():
     assert stages.links().tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1]
 
 
+# -- turns of a conversation --------------------------------------------------------------------------------
+
+END = 199
+
+
+def test_a_question_turn_is_a_stage_of_its_own_however_short():
+    stages = StageTracker(text_of, Rules(), turn_ends=(END,))
+    stages.read([30, 31, 32, 1, END, 40, 41, END])
+    # the token that ends a turn belongs to it; the next one opens the stage
+    assert stages.transitions == 1
+    stages.read([50])
+    assert stages.transitions == 2
+    assert stages.units().tolist() == [0, 0, 0, 0, 1, 2, 2, 2, 3]
+
+
+def test_a_question_links_what_it_asks_for_and_not_what_stood_before_it():
+    # a unit (20 21 22 .), a paragraph of two units (30 31 .) that repeat each other, then the question 20 21
+    text = [20, 21, 22, 1, 0, 0, *[30, 31, 1], *[30, 31, 1], END, 20, 21, END, 60]
+    rules = Rules(shortest_stage_tokens=4, common_share=0.0, most_links=2)
+    asked, merged = (StageTracker(text_of, rules, turn_ends=ends) for ends in ((END,), ()))
+    for stages in (asked, merged):
+        stages.read(text)
+    merged.close()
+    # alone, the question links the unit; in one stage with the paragraph its repeated units take both links
+    assert asked.links()[:3].tolist() == [1, 1, 1]
+    assert merged.links()[:3].tolist() == [0, 0, 0]
+
+
+def test_turn_ends_are_kept_by_a_fork_and_need_no_text():
+    stages = StageTracker(turn_ends=(7,)).fork()
+    stages.read([1, 2, 7, 3, 7, 7, 4])
+    assert stages.transitions == 3
+
+
 # -- turns of the query -------------------------------------------------------------------------------------
 
 

@@ -11,9 +11,11 @@ from tests.unit.stored_runs import _row, spec_of
 STEPS, LAYERS, HEADS = 6, (2, 5, 7), 4
 
 
-def arrays(sample: int, *, scale: float = 1.0, audited: bool = True, violated: bool = False) -> StepArrays:
+def arrays(
+    sample: int, *, scale: float = 1.0, audited: bool = True, violated: bool = False, steps: int = STEPS
+) -> StepArrays:
     """Bounds grow with the step and the layer; rung = (head + layer position) mod 5 from step 3 on."""
-    step, layer, head = np.indices((STEPS, len(LAYERS), HEADS))
+    step, layer, head = np.indices((steps, len(LAYERS), HEADS))
     total = (scale * (0.01 + 0.01 * step + 0.001 * layer + 0.0001 * head + 0.00001 * sample)).astype(
         np.float32
     )
@@ -37,8 +39,8 @@ def arrays(sample: int, *, scale: float = 1.0, audited: bool = True, violated: b
         rung=rung,
         promoted_key_blocks=rung.astype(np.int32),
         promoted_value_blocks=np.zeros(total.shape, np.int32),
-        blocks=np.full((STEPS, len(LAYERS)), 8, np.int64),
-        paged_bytes=np.full((STEPS, len(LAYERS)), 100, np.int64),
+        blocks=np.full((steps, len(LAYERS)), 8, np.int64),
+        paged_bytes=np.full((steps, len(LAYERS)), 100, np.int64),
         layers=LAYERS,
     )
 
@@ -59,7 +61,7 @@ def traced_run(out: Path, mode: str = "certified", samples: int = 2, finish: boo
     with store.RunWriter(folder) as writer:
         for i, row in enumerate(rows):
             writer.append_steps(row["sample_id"], row["key"], arrays(i, **how))
-            times = [1_000_000 * (n + 1) for n in range(STEPS)]
+            times = [1_000_000 * (n + 1) for n in range(how.get("steps", STEPS))]
             timing = {"kind": "timing", "key": row["key"], "sample_id": row["sample_id"], "step_ns": times}
             writer.append_telemetry(timing)
             writer.append_row(row)
