@@ -11,7 +11,10 @@ from torch import Tensor
 from rcq_cli import LayerCache
 from rcq_cli.api import MODES
 from rcq_cli.backends import choose_backend
+from rcq_cli.cache.packed import NO_LIMITS
 from rcq_cli.errors import BrokenRun
+from rcq_cli.kernels import cpu
+from rcq_cli.kernels._cpu_state import ADDRESSES, pack
 from rcq_cli.protocols import Geometry
 
 SCALE = {64: 0.125, 128: 128**-0.5, 80: 80**-0.5, 16: 0.25}
@@ -243,6 +246,45 @@ def test_a_damaged_block_sends_the_layer_through_dense_attention(record: str) ->
     assert torch.equal(step.output, dense.attend(query).output)
     assert cache._state.cache.raw.rows[1].tolist() == [False] * 4 + [True] + [False] * 5
     assert bool((cache.attend(query).certificate.rung < 4).all())
+
+
+@pytest.mark.parametrize("tokens", [320, 333])
+def test_codes_that_do_not_fit_the_originals_are_found_by_their_scores(tokens: int) -> None:
+    """A record that was wrong before it was hashed: only the comparison of scores can tell."""
+    k, v = data("topics", 1, tokens, 64, seed=8)
+    cache = LayerCache("certified", query_heads=1, kv_heads=1, head_dim=64, backend="cpu", explore=0.0)
+    cache.prefill(k, v)
+    store = cache._state.cache
+    store.blocks["keys"].data[0, 0, :2048] ^= 64  # all codes of the first block, which is always promoted
+    piece = cpu.compiled(cpu.print_piece).ctypes
+    call = pack(store.shape, store.turn(), NO_LIMITS, [*store.addresses(), *[0] * 64][: len(ADDRESSES)])
+    store.checks.data[0, 0, 0] = piece(call.ctypes.data, 0, 0, 0)
+    query = torch.randn(1, 64, generator=torch.Generator().manual_seed(8))
+    assert cache.attend(query).certificate.rung.tolist() == [4]
+    assert store.raw.rows[0].tolist() == [True] + [False] * (tokens // 32 - 1)
+
+
+def test_a_change_of_any_word_changes_the_fingerprint() -> None:
+    k, v = data("plain", 2, 64, 32, seed=3)
+    cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=32, backend="cpu")
+    cache.prefill(k, v)
+    store = cache._state.cache
+    call = pack(store.shape, store.turn(), NO_LIMITS, [*store.addresses(), *[0] * 64][: len(ADDRESSES)])
+    piece, seen = cpu.compiled(cpu.print_piece).ctypes, set()
+    records = {0: store.blocks["keys"], 1: store.blocks["values"]}
+    for part, record in records.items():
+        data_, before = record.data[1, 1], piece(call.ctypes.data, part, 1, 1)
+        assert before == store.checks.data[1, 1, part]
+        for byte in range(len(data_)):
+            data_[byte] ^= 1 << byte % 8
+            seen.add(piece(call.ctypes.data, part, 1, 1))
+            data_[byte] ^= 1 << byte % 8
+        assert piece(call.ctypes.data, part, 1, 1) == before
+        assert before not in seen
+        order = torch.arange(len(data_)).unflatten(0, (-1, 4)).roll(1, 0).flatten()
+        data_[:] = data_[order]  # the same words elsewhere
+        assert piece(call.ctypes.data, part, 1, 1) != before
+    assert len(seen) == sum(record.data.shape[2] for record in records.values())
 
 
 def test_damaged_originals_stop_the_run() -> None:
