@@ -104,7 +104,7 @@ def _compare(shell: Shell, given: dict[str, Json], outputs: Outputs) -> int:
         given_work = {"match": given["match"], "dry_run": given["dry_run"]}
         asked |= {name: value for name, value in given_work.items() if value}
         o.refuse_work(asked, "for finished runs")
-        return _judge(shell, [_stored(folders)], rules, outputs, target)
+        return _judge(shell, _stored(folders), rules, outputs, target)
     groups = _measure(shell, words, asked, rules, share, resume=given["resume"], dry_run=given["dry_run"])
     return 0 if groups is None else _judge(shell, groups, rules, outputs, target)
 
@@ -177,10 +177,23 @@ def _means_folder(word: str) -> bool:
     return (Path(word) / "spec.json").is_file() or "/" in word.partition(":")[0]
 
 
-def _stored(folders: Sequence[Path]) -> list[RunReader]:
+def _stored(folders: Sequence[Path]) -> list[list[RunReader]]:
+    """Return finished runs by task and context, each with the reference first: the mode of the first folder.
+
+    Runs that do not fall into such groups stay together, and what differs between them is refused.
+    """
     from rcq_cli.commands._run import read_runs
 
-    return read_runs(folders)
+    readers = read_runs(folders)
+    groups: dict[tuple[str, int | None], list[RunReader]] = {}
+    for reader in readers:
+        groups.setdefault((reader.spec.task, reader.spec.ctx), []).append(reader)
+    reference = readers[0].spec.mode
+    for group in groups.values():
+        group.sort(key=lambda reader: reader.spec.mode != reference)
+        if len(group) < 2 or group[0].spec.mode != reference:
+            return [readers]
+    return list(groups.values())
 
 
 def _baseline(path: str | None, update: bool) -> Baseline | None:

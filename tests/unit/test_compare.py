@@ -278,6 +278,28 @@ def test_stored_runs_are_compared_without_torch(published):
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_runs_of_several_contexts_are_compared_context_by_context(tmp_path, capsys, turned):
+    lost = {1024: 2, 4096: 3}
+    runs = [
+        str(stored_run(tmp_path, mode, [float(i >= wrong) for i in range(60)], ctx=ctx, reason=" "))
+        for ctx, count in lost.items()
+        for mode, wrong in (("dense", 0), ("certified", count))
+    ]
+    if turned:  # whatever the order, the mode of the first folder is the reference
+        runs[2:] = runs[:1:-1]
+    pairs = {pair["ctx"]: pair for pair in compared(capsys, *runs)["pairs"]}
+    assert {ctx: pair["reference_only"] for ctx, pair in pairs.items()} == lost
+    assert {(pair["reference"], pair["candidate"]) for pair in pairs.values()} == {("dense", "certified")}
+
+
+def test_runs_of_two_contexts_and_one_mode_are_refused(tmp_path, capsys):
+    runs = [str(stored_run(tmp_path, "dense", [1.0] * 20, ctx=ctx)) for ctx in (1024, 4096)]
+    code, _, told = ask(capsys, "compare", *runs)
+    assert code == 5
+    assert "task.ctx" in told
+
+
 def test_two_runs_of_one_mode_are_told_apart(tmp_path, capsys):
     runs = [str(stored_run(tmp_path, "certified", [1.0] * 100, reason=str(i))) for i in range(2)]
     document = compared(capsys, *runs)
