@@ -1,6 +1,7 @@
-"""Keys, values and queries of a real model while it answers a needle prompt, for attention.py --captured.
+"""Keys, values and queries of a real model at work, for attention.py --captured and formats.py.
 
-    python benchmarks/capture.py --model smollm2-135m --ctx 4k --out /tmp/captured.pt
+    python benchmarks/capture.py --model smollm2-135m --ctx 4k --out needle.pt
+    python benchmarks/capture.py --model smollm2-135m --ctx 4k --task ppl --out prose.pt
 
 Stores for every layer the keys and values `[Hkv, T, D]` of the prompt, after RoPE, and the queries `[Hq, D]`
 of the first decode steps.
@@ -48,7 +49,8 @@ def main() -> None:
     source, reference = resolve(args.model)
     engine = Engine(source.load(reference, device="cpu", dtype="auto"), backend="auto")
     task = Registry("rcq_cli.tasks", "TASK", "task").load(args.task)
-    request = TaskRequest("", parse_tokens(args.ctx), 1, 0, task.Options(gen=args.steps + 1))
+    length = "target_tokens" if args.task == "ppl" else "gen"
+    request = TaskRequest("", parse_tokens(args.ctx), 1, 0, task.Options(**{length: args.steps + 1}))
     sample = next(iter(task.samples(request, engine.loaded.tokenizer)))
     mode = Registry("rcq_cli.modes", "MODE", "mode").load("certified")
     Capture.layers_seen = {}

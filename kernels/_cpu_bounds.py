@@ -191,43 +191,17 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
 
 @plain
 def skip_terms(line: Line, slot: Slot, width: int, away: float) -> None:
-    """Write share * exp(delta) * (rv + h), what each block costs when its values are not read.
-
-    HOPELESS where that is no choice: what is read from the originals anyway is not skipped.
-    """
-    away_, one, half = splat(np.float32(away)), splat(np.float32(1)), splat(np.float32(0.5))
+    """Write share * exp(delta) * (rv + h), what each block costs when its values are not read."""
+    away_, one, zero = splat(np.float32(away)), splat(np.float32(1)), splat(np.float32(0))
     limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(HOPELESS))
     for b in range(0, width, LANES):
         delta = load(line.delta, b)
         up, _ = growth(delta)
         weight = capped(mul(load(line.share, b), add(up, one)))
         weight = pick_less(delta, limit, weight, hopeless)
-        cost = capped(mul(weight, add(load(slot.radius, b), away_)))
-        both = mul(load(line.key_coded, b), load(line.value_coded, b))
-        store(line.cost, b, pick_less(half, both, cost, hopeless))
-
-
-class Taken(NamedTuple):
-    """Blocks whose values a head could do without."""
-
-    cost: float
-    others: float
-    """How many blocks that may be skipped are not among them."""
-
-
-@plain
-def affordable(line: Line, width: int, most: float) -> Taken:
-    """Return what the blocks cost that may be skipped and cost at most `most` each."""
-    limit, one, zero = splat(np.float32(most)), splat(np.float32(1)), splat(np.float32(0))
-    cost, others = 0.0, 0.0
-    for start in range(0, width, SHORT_RUN):
-        spent, left = zero, zero
-        for b in range(start, min(width, start + SHORT_RUN), LANES):
-            here, fixed = load(line.cost, b), splat(np.float32(HOPELESS))
-            spent = add(spent, pick_less(limit, here, zero, here))
-            left = add(left, pick_less(limit, here, pick_less(here, fixed, one, zero), zero))
-        cost, others = cost + np.float64(total(spent)), others + np.float64(total(left))
-    return Taken(cost, others)
+        store(line.cost, b, mul(weight, add(load(slot.radius, b), away_)))
+        store(line.move, b, zero)
+        store(line.energy, b, zero)
 
 
 @plain

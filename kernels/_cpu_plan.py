@@ -6,7 +6,6 @@ import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import (
     Cut,
-    affordable,
     best_split,
     blocks_to_drop,
     count_ones,
@@ -71,8 +70,6 @@ Skipping takes the third.
 """
 
 
-SKIP_TURNS = 4
-"""Passes over the blocks to find what to skip."""
 KEY_FLOOR = 0.1
 """Keys are promoted until their bound fits what is left, at least this share of the budget."""
 
@@ -215,21 +212,17 @@ def choose_values(
 
 
 @plain
-def skip_blocks(line: Line, slot: Slot, width: int, away: float, allowance: float) -> float:
-    """Skip the values of blocks that together cost at most `allowance`; return what they cost.
-
-    Every turn takes the blocks that cost no more than an even share of what is left.
-    """
-    skip_terms(line, slot, width, away)
-    taken, share = affordable(line, width, np.float32(0)), np.float32(0)
-    for _ in range(SKIP_TURNS):
-        if not taken.others > 0:
+def skip_blocks(line: Line, slot: Slot, blocks: int, allowance: float) -> float:
+    """Skip the values of blocks that together cost at most `allowance`; return what they cost."""
+    table, cut = slot.table, BUCKETS
+    for j in range(BUCKETS - 1, -1, -1):
+        if not table[3 * BUCKETS] - table[3 * j] <= allowance:
             break
-        share = np.float32((allowance - taken.cost) / taken.others)
-        taken = affordable(line, width, share)
-    for b in range(width):
-        line.keep[b] = np.float32(0) if line.cost[b] <= share else line.keep[b]
-    return taken.cost * MARGIN
+        cut = j
+    for b in range(blocks):
+        if slot.bucket[b] >= cut and line.key_coded[b] > 0 and line.value_coded[b] > 0:
+            line.keep[b] = np.float32(0)
+    return table[3 * BUCKETS] - table[3 * cut]
 
 
 @plain
@@ -248,7 +241,9 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     left = plan[PLAN_LEFT] - plan[PLAN_VALUE]
     if turn.skip:
         allowance = max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART
-        left -= skip_blocks(line, slot, width, away, allowance)
+        skip_terms(line, slot, width, away)
+        spread(line, width, slot.bucket, slot.table)
+        left -= skip_blocks(line, slot, turn.blocks, allowance)
     sums = key_terms(line, slot, width, weight, away, shape.block)
     only_kept(line, width)
     spread(line, width, slot.bucket, slot.table)
