@@ -7,6 +7,7 @@ query heads: a superset is sound for each of them.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,7 +99,7 @@ class CertifiedStep:
             codes = self.cache.codes()
             scores = self.backend.score_blocks(self.query, codes)
             half_step = self.backend.half_steps(self.query, codes)
-        self.scores = scores * self.scale
+        self.scores, self.half_step = scores * self.scale, half_step
         self.tail_scores = (self.query @ self.tail_keys.transpose(1, 2)) * self.scale
         norm = self.query.norm(dim=-1)[..., None] * MARGIN
         reach = (self.notes.kappa + self.notes.rk)[:, None]
@@ -137,9 +138,7 @@ class CertifiedStep:
     def _weigh(self, pairs: tuple[Tensor, Tensor] | None = None) -> None:
         """Exponentiate relative to each block's maximum, for all blocks or chosen (KV head, block) pairs."""
         if pairs is None:
-            peak, weights = _exponentials(self.scores)
-            self.peak[..., :-1], self.weights = peak, weights
-            self.mass[..., :-1], self.square[..., :-1] = weights.sum(-1), weights.square().sum(-1)
+            self._weigh_blocks()
             if self.tail_keys.shape[1]:
                 peak, weights = _exponentials(self.tail_scores)
                 self.peak[..., -1] = peak
@@ -152,6 +151,11 @@ class CertifiedStep:
         self.peak[head, :, block] = peak
         self.mass[head, :, block], self.square[head, :, block] = weights.sum(-1), weights.square().sum(-1)
 
+    def _weigh_blocks(self) -> None:
+        peak, weights = _exponentials(self.scores)
+        self.peak[..., :-1], self.weights = peak, weights
+        self.mass[..., :-1], self.square[..., :-1] = weights.sum(-1), weights.square().sum(-1)
+
     # -- promotion ------------------------------------------------------------------------------------------
 
     @phased("rank_check")
@@ -163,24 +167,31 @@ class CertifiedStep:
         head, block = (fresh | probe).nonzero(as_tuple=True)
         if not len(head):
             return
+        self._rescore(head, block, fresh[head, block])
+        self.exact_keys |= fresh
+        self._read_values(fresh & self.read)
+
+    def _rescore(self, head: Tensor, block: Tensor, take: Tensor) -> None:
+        """Check the coded scores of (KV head, block) pairs and put exact ones in their place where `take`."""
         keys, _ = self._originals(head, block)
         self._page(keys.numel() * keys.element_size())
         scores = (self.query[head] @ keys.double().transpose(1, 2)) * self.scale
         self._check(head, block, scores)
-        take = fresh[head, block]
         head, block = head[take], block[take]
         self.scores[head, :, block] = scores[take]
-        self.exact_keys |= fresh
         if len(head):
             self._weigh((head, block))
-            self._read_values(fresh & self.read)
 
     def _check(self, head: Tensor, block: Tensor, exact: Tensor) -> None:
         """Compare INT8 with exact scores: a difference above Delta proves corruption (rung 4)."""
         coded = self.scores[head, :, block]
         allowed = (self.delta_coded[head, :, block] + self.slack[head, :, block])[..., None]
         bad = ((exact - coded).abs() > allowed).flatten(1).any(1) | self.cache.damaged(head, block)
-        bad &= ~self.cache.raw.rows[head, block]
+        self._distrust(bad, head, block)
+
+    def _distrust(self, bad: Tensor, head: Tensor, block: Tensor) -> None:
+        """Quarantine the pairs that are `bad`, and leave this step to rung 4."""
+        bad = bad & ~self.cache.raw.rows[head, block]
         if bool(bad.any()):
             self.broken = True
             self.cache.quarantine(head[bad], block[bad])
@@ -204,11 +215,15 @@ class CertifiedStep:
                 if exact:
                     values = self._originals(h, b)[1]
                     self._page(values.numel() * values.element_size())
-                    rows = values.double()
+                    self.sums[h, :, b] = self.weights[h, :, b] @ values.double()
                 else:
-                    rows = self.backend.values(self.cache.pick(h, b))
-                    self.scratch_bytes = max(self.scratch_bytes, rows.nbytes)
-                self.sums[h, :, b] = self.weights[h, :, b] @ rows
+                    self._sum_codes(h, b)
+
+    def _sum_codes(self, head: Tensor, block: Tensor) -> None:
+        """Sum weights times the values that the codes of (KV head, block) pairs stand for."""
+        rows = self.backend.values(self.cache.pick(head, block))
+        self.scratch_bytes = max(self.scratch_bytes, rows.nbytes)
+        self.sums[head, :, block] = self.weights[head, :, block] @ rows
 
     @phased("page_in")
     def _originals(self, head: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +255,7 @@ class CertifiedStep:
     def evaluate(self) -> tuple[Tensor, Tensor, Bounds]:
         """Return the stored output `[Hkv, R, D]`, its norm and all bounds for the present state."""
         masses, share, total = self.masses()
-        exact_output = (share[..., None] * self.sums).sum(-2)
+        exact_output = (share[..., None, :] @ self.sums)[..., 0, :]
         output, stored = store(exact_output, self.cache.dtype)
         norm = output.double().norm(dim=-1)
         eta = torch.where(_with_tail(self.exact_values, True), 0.0, self.notes.eta)[:, None]
@@ -263,12 +278,15 @@ class CertifiedStep:
         joint = torch.minimum(split.value(), widest)
         contribution = terms.cw * (rv + (away + value_bound)[..., None]) / terms.z_low[..., None]
         dropped = joint * _share(contribution, masses.skipped)
-        # with every key exact and nothing skipped: what promotion can reach at best
-        calm = key_terms(masses._replace(skipped=torch.zeros_like(masses.skipped)), self.slack)
-        floor = key_split(calm, rv.expand_as(self.mass), away, spectrum).value()
-        floor = torch.minimum(floor, 2 * rv.amax(-1) * calm.total_variation * MARGIN)
+        floor = self._floor(masses, rv.expand_as(self.mass), away, spectrum)
         bounds = Bounds(joint - dropped, dropped, value_bound, fp, floor, limit, contribution, split, values)
         return output, norm, bounds
+
+    def _floor(self, masses: Masses, radius: Tensor, away: Tensor, spectrum: Tensor) -> Tensor:
+        """Return the key bound with every key exact and nothing skipped: what promotion can reach at best."""
+        calm = key_terms(masses._replace(skipped=torch.zeros_like(masses.skipped)), self.slack)
+        floor = key_split(calm, radius, away, spectrum).value()
+        return torch.minimum(floor, 2 * radius.amax(-1) * calm.total_variation * MARGIN)
 
     def _limit(self, norm: Tensor) -> Tensor:
         eps = self.budget.eps
@@ -314,7 +332,7 @@ class CertifiedStep:
             return self._read_values(self.at_hand)
         self._read_values(self.pinned | (self._heaviest(STAGE_ONE_MASS) & self.at_hand))
         masses, share, _ = self.masses()
-        output = (share[..., None] * self.sums).sum(-2)
+        output = (share[..., None, :] @ self.sums)[..., 0, :]
         limit = self._limit(output.norm(dim=-1))
         away = (self.centre[:, None] - output).norm(dim=-1)
         cost = (masses.log_weight + self.delta_coded).exp() * (self.notes.rv[:, None] + away[..., None])
@@ -405,12 +423,16 @@ class CertifiedStep:
     def _exact_heads(
         self, output: Tensor, parts: tuple[Tensor, ...], exact: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Rung 3: replace `exact` heads by float64 attention on the originals."""
-        truth = exact_attention(self.query, *self._everything(), self.scale)
+        """Rung 3: replace `exact` heads by float64 attention on the originals of their KV heads."""
+        chosen = exact.any(1).nonzero()[:, 0]
+        keys, values = (rows[chosen] for rows in self._everything(chosen.tolist()))
+        truth = exact_attention(self.query[chosen], keys, values, self.scale)
         stored, error = store(truth.output, self.cache.dtype)
-        output = torch.where(exact[..., None], stored, output)
+        mine, output, lost = exact[chosen], output.clone(), parts[3].clone()
+        output[chosen] = torch.where(mine[..., None], stored, output[chosen])
+        lost[chosen] = torch.where(mine, truth.bound + error, lost[chosen])
         zeros = [torch.where(exact, 0.0, part) for part in parts[:3]]
-        return output, (*zeros, torch.where(exact, truth.bound + error, parts[3]))
+        return output, (*zeros, lost)
 
     @phased("fallback")
     def _whole_layer(self) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -427,12 +449,14 @@ class CertifiedStep:
         zero = torch.zeros_like(error)
         return output, (zero, zero, zero, error)
 
-    def _everything(self) -> tuple[Tensor, Tensor]:
-        self.cache.check_originals()
+    def _everything(self, heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the originals, of which those of `heads` (all without it) are checked and will be read."""
+        self.cache.check_originals(heads)
         assert self.cache.originals is not None
         keys, values = (slab.rows.to(self.cache.geometry.device) for slab in self.cache.originals)
-        self._page(keys.nbytes + values.nbytes)
-        self.scratch_bytes = max(self.scratch_bytes, 4 * keys.nbytes)
+        count = len(keys) if heads is None else len(heads)
+        self._page(count * (keys[0].nbytes + values[0].nbytes))
+        self.scratch_bytes = max(self.scratch_bytes, 4 * count * keys[0].nbytes)
         return keys, values
 
     @phased("bound")

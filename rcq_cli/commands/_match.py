@@ -98,7 +98,7 @@ def _batch(batch: Batch, share: float, loads: dict[str, Loaded], notes: list[str
         if given:
             what = f"mode {spec.mode_name} was given {given[0]} and --match"
             raise SpecError(what, fix="give one of them", id="RCQ-USE-02")
-    trial = _Trial(reference, loads)
+    trial = _Trial(batch, loads)
     done = [reference]
     for spec in batch[1:]:
         where = f"{spec.mode} at {spec.ctx}"
@@ -121,35 +121,39 @@ def _with_fraction(spec: RunSpec, fraction: float) -> RunSpec:
 
 
 class _Trial:
-    """The first sample of a batch, prefilled once, answered under any mode and budget.
+    """The first sample of a batch, prefilled once for all its modes, answered under any of them and budget.
 
     The answer is generated as in the run: what is generated counts in the bytes.
     """
 
-    def __init__(self, spec: RunSpec, loads: dict[str, Loaded]) -> None:
+    def __init__(self, batch: Batch, loads: dict[str, Loaded]) -> None:
         from rcq_cli.engine.decoder import Engine
 
-        loaded = _loaded(spec, loads)
-        self.engine = Engine(loaded, backend=spec.backend)
-        self.sample = _first_sample(spec, loaded)
+        loaded = _loaded(batch[0], loads)
+        self.batch = batch
+        self.engine = Engine(loaded, backend=batch[0].backend)
+        self.sample = _first_sample(batch[0], loaded)
         self.prefill: Json = None
 
     def ratio(self, spec: RunSpec, fraction: float | None) -> float:
         """Return the device ratio of a mode that keeps `fraction` of the prompt."""
-        from rcq_cli.options import parse_options
-        from rcq_cli.presets import MODES
-
-        mode = MODES.load(spec.mode_name)
-        given = dict(spec.mode_options)
-        if fraction is not None:
-            given["keep_fraction"] = fraction
-        options: Json = parse_options(mode.Options, given, f"option of mode {spec.mode_name}")
         if self.prefill is None:
-            self.prefill = self.engine.prefill(self.sample.prompt_ids[: self.sample.context_len])
-        held = self.engine.decode(self.prefill, self.sample, mode, options).bytes
+            ids = self.sample.prompt_ids[: self.sample.context_len]
+            self.prefill = self.engine.prefill(ids, [_mode(each, None) for each in self.batch[1:]])
+        held = self.engine.decode(self.prefill, self.sample, *_mode(spec, fraction)).bytes
         self.prefill.opened.clear()
         assert held is not None  # every model holds a cache
         return float(held.device / held.dense_equivalent)
+
+
+def _mode(spec: RunSpec, fraction: float | None) -> tuple[Json, Json]:
+    """Return the mode of `spec` and its options, with a budget where a fraction is given."""
+    from rcq_cli.options import parse_options
+    from rcq_cli.presets import MODES
+
+    mode = MODES.load(spec.mode_name)
+    given = {**spec.mode_options} if fraction is None else {**spec.mode_options, "keep_fraction": fraction}
+    return mode, parse_options(mode.Options, given, f"option of mode {spec.mode_name}")
 
 
 def _loaded(spec: RunSpec, loads: dict[str, Loaded]) -> Loaded:

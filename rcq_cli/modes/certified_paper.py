@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.tiers import TieredStore
-from rcq_cli.certify.bounds import MARGIN
+from rcq_cli.certify.bounds import MARGIN, Masses
 from rcq_cli.certify.ladder import Bounds, Budget, CertifiedStep
+from rcq_cli.kernels._cpu_float64 import FLOAT64
 from rcq_cli.kernels._format import TierFormat
+from rcq_cli.modes import _compiled
 from rcq_cli.modes._tiered import TieredCounters, check_range
 from rcq_cli.modes.certified import CertifiedLayer
 from rcq_cli.protocols import Engagement, Geometry, Step
@@ -118,7 +120,7 @@ def order_failures(
         nothing = torch.zeros_like(delta, dtype=torch.bool)
         return nothing, nothing
     among = [torch.where(known, masses, -torch.inf) for masses in (exact, coded)]
-    order = [masses.argsort(dim=-1, descending=True, stable=True)[..., :leading] for masses in among]
+    order = [_leading(masses, leading) for masses in among]
     lists = [masses.gather(-1, first) for masses, first in zip(among, order, strict=True)]
     valid = torch.isfinite(lists[0])
     rank = ((order[0] != order[1]) & valid).any(-1)
@@ -127,11 +129,19 @@ def order_failures(
     return rank, hidden > last
 
 
+def _leading(masses: Tensor, count: int) -> Tensor:
+    """Return the indices `[..., count]` of the largest masses, ties to the lower one."""
+    if count == 1:  # argmax names the first of equals, and the default needs no more
+        return masses.argmax(-1, keepdim=True)
+    return masses.argsort(dim=-1, descending=True, stable=True)[..., :count]
+
+
 class PaperStep(CertifiedStep):
     """One step under the published policy; scores, masses and our bounds come from the ladder."""
 
     def __init__(self, cache: TieredStore, query: Tensor, options: Options, explore: Tensor) -> None:
         self.options = options
+        self.final: tuple[Masses, Tensor, Tensor] | None = None
         super().__init__(cache, query, _NO_BUDGET, explore)
         self.half_step = self._half_step()
         self.rank_failed = self.boundary_failed = torch.zeros(self.query.shape[:2], dtype=torch.bool)
@@ -142,27 +152,36 @@ class PaperStep(CertifiedStep):
         self.pinned = self.cache.raw.rows.clone()
         self.exact_values = self.pinned.clone()
 
+    def masses(self) -> tuple[Masses, Tensor, Tensor]:
+        """Return the block masses; once all keys and values are read nothing changes them any more."""
+        return self.final or super().masses()
+
+    def _floor(self, masses: Masses, radius: Tensor, away: Tensor, spectrum: Tensor) -> Tensor:
+        """Return 0: nothing is promoted for the sake of a bound, so nobody asks what promotion can reach."""
+        del masses, radius, spectrum
+        return torch.zeros_like(away)
+
     def _half_step(self) -> Tensor:
         """Return D0 or D1 per block, `[Hkv, R, M]`."""
         if not self.blocks:
             return self.query.new_zeros(*self.query.shape[:2], 0)
-        codes, factor = self.cache.codes(), abs(self.scale)
+        factor = abs(self.scale)
         if self.options.delta == "d0":
-            return self.backend.half_steps(self.query, codes) * factor
+            return self.half_step * factor
         # half the steps of one channel are what a unit query sees
         units = torch.eye(self.query.shape[-1], dtype=torch.float64).expand(self.query.shape[0], -1, -1)
-        steps = self.backend.half_steps(units, codes).norm(dim=1)
+        steps = self.backend.half_steps(units, self.cache.codes()).norm(dim=1)
         return self.query.norm(dim=-1)[..., None] * steps[:, None] * factor
 
     def _check(self, head: Tensor, block: Tensor, exact: Tensor) -> None:
         """Compare scores as published: beyond D0 and the guard, codes or metadata are corrupt (rung 4)."""
-        allowed = self.half_step[head, :, block] * MARGIN + self.options.eps_guard
         difference = (exact - self.scores[head, :, block]).abs()
-        bad = (difference > allowed[..., None]).flatten(1).any(1) | self.cache.damaged(head, block)
-        bad &= ~self.cache.raw.rows[head, block]
-        if bool(bad.any()):
-            self.broken = True
-            self.cache.quarantine(head[bad], block[bad])
+        bad = (difference > self.allowed()[head, :, block][..., None]).flatten(1).any(1)
+        self._distrust(bad | self.cache.damaged(head, block), head, block)
+
+    def allowed(self) -> Tensor:
+        """Return how far a coded score may be from the exact one before something must be corrupt."""
+        return self.half_step * MARGIN + self.options.eps_guard
 
     def run_paper(self, value_norm: Tensor) -> Step:
         """Run the policy; `value_norm` `[Hkv]` is the largest norm of a value, open tail included."""
@@ -173,7 +192,8 @@ class PaperStep(CertifiedStep):
         selection = select(coded.softmax(-1), self.options)
         self.promote_keys(selection.chosen.any(1) | self.pinned)
         self._read_values(torch.ones_like(self.read))
-        rho = self.masses()[0].active()[..., :-1]
+        self.final = self.masses()
+        rho = self.final[0].active()[..., :-1]
         eta = self.notes.eta[:, None, :-1]
         wanted = values_to_promote(torch.where(self.exact_values[:, None], 0.0, rho * eta), self.options)
         self.promote_values(wanted.any(1))
@@ -211,12 +231,20 @@ class PaperStep(CertifiedStep):
         return self._step(output, parts, exact, rung)
 
 
+class CompiledPaperStep(PaperStep, _compiled.CompiledStep):
+    """The same step with compiled pieces."""
+
+
 class PaperLayer(CertifiedLayer):
     """One layer under `certified-paper`."""
 
     def __init__(self, geometry: Geometry, options: Any, backend: Any) -> None:
         self.paper: Options = options
+        self.step: type[PaperStep] = PaperStep
         self.cache = TieredStore(geometry, FORMAT, backend)
+        if backend.name == "cpu":
+            self.step = CompiledPaperStep
+            self.cache = _compiled.CompiledStore(geometry, FORMAT, FLOAT64)
         self.counters = TieredCounters(self.cache)
         self.scratch_bytes = 0
         self.generator = torch.Generator().manual_seed(20868)
@@ -237,7 +265,7 @@ class PaperLayer(CertifiedLayer):
         """Return the output of `[Hq, D]` queries under the published policy."""
         self.counters.count()
         explore = torch.rand(self.cache.raw.rows.shape, generator=self.generator) < self.paper.explore
-        work = PaperStep(self.cache, query, self.paper, explore)
+        work = self.step(self.cache, query, self.paper, explore)
         step = work.run_paper(self.value_norm)
         self.scratch_bytes = max(self.scratch_bytes, work.scratch_bytes)
         self._take(work, step)
@@ -261,7 +289,8 @@ class PaperLayer(CertifiedLayer):
     def fork(self) -> "PaperLayer":
         """Return an independent copy; counters start anew."""
         twin = PaperLayer.__new__(PaperLayer)
-        twin.paper, twin.scratch_bytes, twin.value_norm = self.paper, self.scratch_bytes, self.value_norm
+        twin.paper, twin.step, twin.value_norm = self.paper, self.step, self.value_norm
+        twin.scratch_bytes = self.scratch_bytes
         twin.cache = self.cache.fork()
         twin.counters, twin.details = TieredCounters(twin.cache), {}
         twin.generator = self.generator.clone_state()

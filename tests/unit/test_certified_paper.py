@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rcq_cli import LayerCache
+from rcq_cli.errors import BrokenRun
 from rcq_cli.modes import certified_paper as paper
 from rcq_cli.modes.certified_paper import (
     Options,
@@ -191,3 +192,78 @@ def test_the_storage_is_that_of_the_paper():
         filled(n, dim=128).bytes()["device"] for n in (320, 640)
     )  # fmt: skip
     assert more - less == 2 * (320 * 288 + 20 * 9)
+
+
+# -- the compiled pieces ------------------------------------------------------------------------------------
+
+
+def pair_of(dtype="float32", spread=1.0, **options):
+    """The same prompt and steps under torch's float64 operations and under the compiled pieces."""
+    caches = []
+    wide = getattr(torch, dtype)
+    for backend in ("reference", "cpu"):
+        cache = LayerCache(
+            "certified-paper", query_heads=6, kv_heads=2, head_dim=64, dtype=wide, backend=backend, **options
+        )
+        cache.prefill((rows(2, 500, 64, seed=1) * spread).to(wide), rows(2, 500, 64, seed=2).to(wide))
+        caches.append(cache)
+    return caches
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"spread": 4.0}, {"k_max": 3, "explore": 0.5}, {"ranks": 3}])
+def test_compiled_pieces_decide_and_bound_as_torch_does(dtype, options):
+    pair = pair_of(dtype, **options)
+    wide = getattr(torch, dtype)
+    for t in range(20):  # over the end of a block
+        key, value, query = (rows(n, 64, seed=100 * t + n).to(wide) for n in (2, 2, 6))
+        for cache in pair:
+            cache.append(key, value)
+        theirs, ours = (cache.attend(query) for cache in pair)
+        torch.testing.assert_close(ours.output, theirs.output, rtol=1e-6, atol=1e-7)
+        for name in ("rung", "exact", "promoted_key_blocks", "promoted_value_blocks"):
+            assert torch.equal(getattr(ours.certificate, name), getattr(theirs.certificate, name)), name
+        for name in ("key_bound", "value_bound", "rounding_bound", "total_bound"):
+            torch.testing.assert_close(
+                getattr(ours.certificate, name), getattr(theirs.certificate, name), rtol=1e-9, atol=1e-12
+            )
+        for name, values in theirs.certificate.reported.items():
+            torch.testing.assert_close(ours.certificate.reported[name], values, rtol=1e-9, atol=1e-12)
+        error = (ours.output.double() - exact(pair[1], query)).norm(dim=-1)
+        assert bool((error <= ours.certificate.total_bound).all())
+    records = [cache._state.engagement().details for cache in pair]
+    assert records[0] == pytest.approx(records[1], rel=1e-9)
+
+
+def test_compiled_pieces_work_on_forks_and_on_several_threads():
+    pair = pair_of()
+    threads = torch.get_num_threads()
+    forks = [cache._state.fork() for cache in pair]
+    query = rows(6, 64, seed=4)
+    try:
+        torch.set_num_threads(2)
+        theirs, ours = (fork.attend(query) for fork in forks)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(ours.output, theirs.output, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours.certificate.total_bound, theirs.certificate.total_bound)
+
+
+@pytest.mark.parametrize("place", ["key_codes", "value_codes", "key_scale", "value_offset"])
+def test_compiled_checks_find_what_changed_in_tier_1(place):
+    _, cache = pair_of(explore=1.0)
+    store = cache._state.cache
+    words = store.blocks[place].data.view(torch.uint8)
+    words[1, 3].flatten()[5] ^= 1
+    step = cache.attend(rows(6, 64, seed=9))
+    assert step.certificate.rung.tolist() == [4] * 6
+    assert store.raw.rows.nonzero().tolist() == [[1, 3]]
+
+
+def test_compiled_checks_find_originals_that_changed():
+    _, cache = pair_of(explore=1.0)
+    cache._state.cache.originals[1].data[0, 40, 7] += 1
+    with pytest.raises(BrokenRun, match="block 2, KV head 0"):
+        cache.attend(rows(6, 64, seed=9))
+    with pytest.raises(BrokenRun, match="block 2, KV head 0"):
+        cache._state.check_intact()

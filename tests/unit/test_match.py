@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rcq_cli.commands._match import has_budget, parse_match, search
+from rcq_cli.engine.decoder import Engine
 from rcq_cli.errors import SpecError
 from tests.unit.stored_runs import ask
 
@@ -58,7 +59,9 @@ def test_a_budget_and_match_together_are_refused(capsys):
 
 
 @pytest.mark.slow
-def test_matched_modes_hold_the_same_bytes(tmp_path, capsys):
+def test_matched_modes_hold_the_same_bytes_found_on_one_prefill(tmp_path, capsys, monkeypatch):
+    prefills, prefill = [], Engine.prefill
+    monkeypatch.setattr(Engine, "prefill", lambda *a, **k: prefills.append(a) or prefill(*a, **k))
     words = (
         f"compare dense h2o streaming-llm naive-tok4 --model needle --ctx 512 --samples 1 "
         f"-T controls=off --match bytes=0.4 --expect h2o=fail --exit-zero --json --out {tmp_path}"
@@ -68,3 +71,4 @@ def test_matched_modes_hold_the_same_bytes(tmp_path, capsys):
     for mode in ("h2o", "streaming-llm"):
         assert abs(ratios[mode] / 0.4 - 1) <= 0.02, ratios
     assert "naive-tok4 at 512 has no budget to match" in err
+    assert len(prefills) == 2  # one to find the budgets, one to answer
