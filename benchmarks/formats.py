@@ -69,7 +69,7 @@ def rows_of(layers: list[dict[str, Any]], **options: Any) -> Iterator[Seen]:
         once, full = opened(layer, rounds=0, **options), opened(layer, **options)
         for query in layer["queries"]:
             alone, c, held = once.attend(query).certificate, full.attend(query).certificate, full.bytes()
-            tier_one = (held["device"] - held["scratch"]) / held["dense_equivalent"]
+            tier_one = held["device"] / held["dense_equivalent"]
             keys, values = (
                 (count / c.blocks).mean().item() for count in (c.promoted_key_blocks, c.promoted_value_blocks)
             )
