@@ -209,7 +209,8 @@ def _outcomes(path: Path, record: Record, entries: Sequence[Entry]) -> dict[Key,
     name = record.get("outcomes")
     if name is None:
         return {}
-    beside = path.with_name(str(name)) if isinstance(name, str) and Path(name).name == name else None
+    plain = isinstance(name, str) and name != "" and Path(name).name == name
+    beside = path.with_name(str(name)) if plain else None
     if beside is None or not beside.is_file():
         raise _refused(path, f"its outcomes {name!r} do not lie beside it", "commit both files together")
     data = beside.read_bytes()
@@ -251,7 +252,10 @@ def _of_document(path: Path, document: Record) -> Baseline:
     try:
         contract = _hash(path, document["contract"])
         contracts = _contracts(path, [_place(entry) for entry in document.get("contracts", [])])
-        return Baseline(str(path), contract, entries_of(document), contracts)
+        # a document of others may hold anything where a number belongs
+        rows = [entry.to_json() for entry in entries_of(document)]
+        entries = tuple(_entry(path, number, row) for number, row in enumerate(rows, 1))
+        return Baseline(str(path), contract, entries, contracts)
     except (KeyError, TypeError, AttributeError) as error:
         why = f"it is no finished document of rcq compare ({error!r})"
         raise _refused(path, why, "rcq compare ... --json FILE writes one") from error

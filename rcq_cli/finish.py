@@ -158,8 +158,13 @@ def _copy_steps(reader: RunReader, rows: Mapping[str, Row], writer: RunWriter) -
 
 
 def _hashes(reader: RunReader) -> tuple[str, str]:
-    stored = read_json(reader.folder / "contract.json")
-    return stored["begun_hash"], stored["mode_hash"]
+    path = reader.folder / "contract.json"
+    stored = read_json(path)
+    begun, mode = stored.get("begun_hash"), stored.get("mode_hash")
+    if not (isinstance(begun, str) and isinstance(mode, str)):
+        what, why = f"{path} cannot be read", "it holds no begun_hash or no mode_hash"
+        raise BrokenRun(what, why=why, fix="run it again", id="RCQ-RUN-03")
+    return begun, mode
 
 
 def _facts(reader: RunReader) -> TaskFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -59,6 +60,10 @@ def _run(shell: Shell, rest: list[str]) -> int:
         return shell.fail(error)
     except KeyboardInterrupt:
         return shell.fail(interrupted())
+    except OSError as error:
+        # any argument that names a file may be longer than a file name can be
+        long = error.errno == errno.ENAMETOOLONG
+        return shell.fail(too_long(error)) if long else shell.internal_error(error)
     except Exception as error:  # noqa: BLE001  the outermost frame: a defect becomes a record, not a traceback
         return shell.internal_error(error)
 
@@ -80,6 +85,14 @@ def _call(shell: Shell, argv: list[str]) -> int:
     if code == 130:
         raise interrupted()
     return code if isinstance(code, int) else 0
+
+
+def too_long(error: OSError) -> SpecError:
+    """Return the usage error for a name that no file system takes."""
+    name = str(error.filename)
+    shown = name if len(name) <= 40 else f"{name[:40]}..."
+    what = f"{shown!r} ({len(name)} characters) is longer than a file name can be"
+    return SpecError(what, fix="name a shorter path", id="RCQ-USE-11")
 
 
 def _reader_gone() -> bool:

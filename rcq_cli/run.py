@@ -38,8 +38,7 @@ EngineFor = Callable[[RunSpec], Bench]
 def planned(batch: Batch) -> int:
     """Return the samples to be answered over all modes of a batch, controls left out."""
     first = batch[0]
-    shard = [index for index in range(first.samples) if first.takes(index)]
-    return len(shard) * len(identity.task_parts(TASKS.load(first.task_name), first)) * len(batch)
+    return first.taken * len(identity.task_parts(TASKS.load(first.task_name), first)) * len(batch)
 
 
 def check(batch: Batch, loaded: Loaded) -> None:

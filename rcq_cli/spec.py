@@ -112,6 +112,12 @@ class RunSpec:
         number, count = _shard(self.shard)
         return index % count == number - 1
 
+    @property
+    def taken(self) -> int:
+        """How many of the `samples` belong to this run's shard."""
+        number, count = _shard(self.shard) if self.shard is not None else (1, 1)
+        return max(0, -(-(self.samples - number + 1) // count))
+
     def digest(self) -> str:
         """Return the sha256 of everything that was asked, origins left out."""
         record = self.to_json()

@@ -217,9 +217,22 @@ def test_what_is_no_baseline_is_a_usage_error_before_any_work(text, tmp_path, ca
     assert "RCQ-USE-27" in err
 
 
+@pytest.mark.parametrize("score", ["most", True, [], 1e999])
+def test_a_result_document_with_a_score_that_is_no_number_is_no_baseline(score, unchanged, tmp_path, capsys):
+    path = tmp_path / "result.json"
+    ask(capsys, "compare", *unchanged, "--json", str(path))
+    document = json.loads(path.read_text("utf-8"))
+    document["cells"][1]["score"] = score
+    path.write_text(json.dumps(document), "utf-8")
+    code, out, err = ask(capsys, "compare", *unchanged, "--baseline", str(path))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "row" in err
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("outcomes: rcq-baseline.outcomes.jsonl", "outcomes: ''"),
         ("kind: stat", "kind: some"),
         ("margin: 0.15", "margin: 0"),
         ("margin: 0.15", "margin: .nan"),

@@ -57,6 +57,24 @@ def test_a_usage_error_is_one_line_with_what_came_and_what_is_allowed(argv, came
         assert out == ""
 
 
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["compare", "dense", LONG],
+        ["report", LONG],
+        ["trace", "show", LONG],
+        ["eval", "--task", f"{LONG}.yaml"],
+        ["compare", "dense", "naive", "--baseline", LONG],
+    ],
+)
+def test_a_name_longer_than_any_file_is_a_usage_error(argv, capsys):
+    code, out, err = call(*argv, capsys=capsys)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+
+
 def test_rcq_alone_shows_a_short_help_on_stderr(capsys):
     code, out, err = call(capsys=capsys)
     assert (code, out) == (2, "")

@@ -181,6 +181,19 @@ def test_merge_and_rescore_refuse_what_they_cannot_use(argv, tmp_path, capsys):
     assert (code, out, len(err.splitlines())) == (2, "", 1)
 
 
+@pytest.mark.parametrize("name", ["begun_hash", "mode_hash"])
+def test_merge_says_which_file_of_a_run_lacks_a_hash(name, tmp_path, capsys):
+    folders = [stored_run(tmp_path / str(i), "naive", [1.0], samples=1) for i in range(2)]
+    path = folders[1] / "contract.json"
+    stored = json.loads(path.read_text("utf-8"))
+    del stored[name]
+    path.write_text(json.dumps(stored), "utf-8")
+    code, out, err = ask(capsys, "eval", "--merge", *map(str, folders), "--out", str(tmp_path / "out"))
+    assert (code, out) == (6, "")
+    assert f"{path} cannot be read" in err
+    assert "RCQ-RUN-03" in err
+
+
 # -- lists --------------------------------------------------------------------------------------------------
 
 

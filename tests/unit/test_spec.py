@@ -117,3 +117,14 @@ def test_names_are_split_from_labels():
 def test_shards_cover_every_sample_once():
     taken = [index for number in (1, 2, 3) for index in range(10) if spec(shard=f"{number}/3").takes(index)]
     assert sorted(taken) == list(range(10))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("shard", [None, "1/1", "1/3", "2/3", "3/3", "5/5"])
+def test_the_samples_of_a_shard_are_those_it_takes(samples, shard):
+    own = spec(samples=samples, shard=shard)
+    assert own.taken == sum(own.takes(index) for index in range(samples))
+
+
+def test_samples_are_counted_without_listing_them():
+    assert spec(samples=2**63, shard="2/2").taken == 2**62
