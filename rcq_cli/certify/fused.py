@@ -188,11 +188,11 @@ def run_kernel(
 
 
 class Scratch:
-    """Arrays of one step, kept from step to step; `blocks` says for how many blocks they are large enough."""
+    """Arrays of one step on up to `blocks` blocks, kept from step to step."""
 
     def __init__(self, shape: state.Shape, slots: int, items: int, blocks: int) -> None:
         rows, dim, padded, groups, team = shape.rows, shape.dim, shape.padded, shape.groups, TEAM
-        heads, lanes, self.blocks = shape.heads * rows, LANES, blocks
+        heads, lanes = shape.heads * rows, LANES
         # an odd number of cache lines: rows that are written together must not share their sets
         width = state.used_width.py_func(blocks) + 16
         width += 16 if width // 16 % 2 == 0 else 0
@@ -219,10 +219,22 @@ class Scratch:
         self.nbytes = sum(array.nbytes for array in self.arrays)
 
 
+KEPT = 4
+"""Scratches a thread keeps: layers of several shapes and contexts may take turns."""
+
+
 def _scratch(shape: state.Shape, slots: int, items: int, blocks: int) -> Scratch:
-    """Return scratch of this thread that is large enough."""
+    """Return scratch of this thread for `blocks` blocks; its size depends on nothing that ran before."""
     kept: dict[Any, Scratch] = _local.__dict__.setdefault("scratch", {})
-    key = (shape, slots, items)
-    if key not in kept or kept[key].blocks < blocks:
-        kept[key] = Scratch(shape, slots, items, blocks + blocks // 8 + 16)
+    key = (shape, slots, items, room_for(blocks))
+    if key not in kept:
+        kept[key] = Scratch(*key)
+        if len(kept) > KEPT:
+            del kept[next(iter(kept))]
     return kept[key]
+
+
+def room_for(blocks: int) -> int:
+    """Return for how many blocks scratch is made: up to 15 more than needed, or up to an eighth more."""
+    step = max(16, 1 << max(0, blocks.bit_length() - 4))
+    return -(-max(1, blocks) // step) * step

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rcq_cli import LayerCache
 from rcq_cli.api import MODES
 from rcq_cli.backends import choose_backend
 from rcq_cli.cache.packed import NO_LIMITS
+from rcq_cli.certify.fused import room_for
 from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels import cpu
 from rcq_cli.kernels._cpu_state import ADDRESSES, pack
@@ -200,6 +202,21 @@ def test_a_token_appended_alone_is_stored_as_it_came_and_enters_the_spectral_bou
         assert torch.equal(store.tail[:, :, : store.tail_tokens], tail)
     for slab, rows in zip(store.originals, (k, v), strict=True):
         assert torch.equal(slab.rows, rows)
+
+
+def test_scratch_depends_on_the_context_and_not_on_what_ran_before() -> None:
+    def scratch(tokens: int) -> int:
+        k, v = data("plain", 1, tokens, 64, seed=1)
+        cache = LayerCache("certified", query_heads=1, kv_heads=1, head_dim=64, backend="cpu")
+        cache.prefill(k, v)
+        cache.attend(torch.ones(1, 64))
+        return cache.bytes()["scratch"]
+
+    with ThreadPoolExecutor(1) as fresh:
+        first = fresh.submit(scratch, 640).result()
+    assert scratch(20_000) > scratch(5_000) > scratch(640) == first
+    for blocks in range(1, 5000):
+        assert 0 <= room_for(blocks) - blocks <= max(15, blocks // 8)
 
 
 def test_kernels_leave_pytorch_the_number_of_threads_it_has() -> None:
