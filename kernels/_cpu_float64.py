@@ -15,12 +15,11 @@ from numba import prange
 from torch import Tensor
 
 from rcq_cli.kernels._cpu_vector import entry, longs_at
+from rcq_cli.kernels._format import CHECKSUM_FACTOR
 from rcq_cli.kernels.cpu import Cpu, share_threads
 from rcq_cli.kernels.reference import Blocks
 
 Array = np.ndarray[Any, Any]
-_MULTIPLIER = -7046029254386353131
-"""That of the checksums of the tiered store."""
 _PIECES = 16
 """Work is cut into this many pieces, so that a thread that was held up is waited for only briefly."""
 
@@ -130,7 +129,7 @@ def _words(part: Tensor) -> tuple[int, int, int]:
 @cache
 def _factors(count: int) -> Array:
     """Return the odd factor of each word of a block, modulo 2^64."""
-    return ((torch.arange(1, 1 + count, dtype=torch.int64) * _MULTIPLIER) | 1).numpy()
+    return ((torch.arange(1, 1 + count, dtype=torch.int64) * CHECKSUM_FACTOR) | 1).numpy()
 
 
 _LOOSE = {"reassoc", "contract"}

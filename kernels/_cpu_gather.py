@@ -7,14 +7,13 @@ import numpy as np
 from rcq_cli.kernels._cpu_bounds import RUN, WEIGHT_STEPS
 from rcq_cli.kernels._cpu_integer import TEAM, TILE, mix_kernel
 from rcq_cli.kernels._cpu_promote import ask_for, sound
-from rcq_cli.kernels._cpu_score import item_bytes
+from rcq_cli.kernels._cpu_score import READERS, item_bytes
 from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
     fma,
     load,
-    load_bfloat,
     load_byte,
     load_half,
     load_int,
@@ -167,9 +166,7 @@ def _exact_values(read: Any, item_size: int) -> Any:
     return gather
 
 
-_values_single, _values_bfloat, _values_half = (
-    _exact_values(*how) for how in ((load, 4), (load_bfloat, 2), (load_half, 2))
-)
+_values_single, _values_bfloat, _values_half = (_exact_values(*reader) for reader in READERS)
 
 
 @plain

@@ -19,10 +19,13 @@ from rcq_cli.kernels._cpu_vector import (
     call,
     f32,
     fma_of,
+    highest_of,
     i64,
     joined,
+    larger_of,
     prefetch_at,
     round_of,
+    size_of,
     splat_of,
     sum_of,
 )
@@ -93,15 +96,13 @@ def fold_kernel(team: int) -> Any:
                 scale, offset = at(floats, c), at(floats, dim, c)
                 for row, (top, absolute, shift) in zip(rows, cells, strict=True):
                     q = at(query, row, c)
-                    size = call(builder, f"llvm.fabs.v{LANES}f32", FLOAT_LANES, builder.fmul(q, scale))
-                    higher = builder.fcmp_ordered(">", size, builder.load(top))
-                    builder.store(builder.select(higher, size, builder.load(top)), top)
+                    size = size_of(builder, builder.fmul(q, scale))
+                    builder.store(larger_of(builder, size, builder.load(top)), top)
                     builder.store(builder.fadd(builder.load(absolute), size), absolute)
                     builder.store(fma_of(builder, q, offset, builder.load(shift)), shift)
             inverses = []
             for i, (top, absolute, shift) in enumerate(cells):
-                name = f"llvm.vector.reduce.fmax.v{LANES}f32"
-                peak = call(builder, name, _f32, builder.load(top), fast=("nnan",))
+                peak = highest_of(builder, builder.load(top))
                 some = builder.fcmp_ordered(">", peak, _f32(TINY))
                 unit = builder.select(some, builder.fdiv(peak, steps), _f32(0.0))
                 inverses.append(splat_of(builder, builder.select(some, builder.fdiv(steps, peak), _f32(0.0))))

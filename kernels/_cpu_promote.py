@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from rcq_cli.kernels._cpu_bounds import WIDEST
 from rcq_cli.kernels._cpu_integer import TEAM, hash_words
 from rcq_cli.kernels._cpu_score import (
     EXP_SLACK,
@@ -32,8 +33,6 @@ from rcq_cli.kernels._cpu_vector import (
     sub,
 )
 
-WIDEST = 60.0
-"""Score errors beyond this tell nothing."""
 UNDERFLOW = 2e-38
 """More than a weight that became 0 can have been, next to its block's largest."""
 
@@ -182,15 +181,26 @@ def promote_keys(
 
 
 @plain
+def following(state: int) -> int:
+    """Return the next state of a linear congruential generator."""
+    return state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+
+
+@plain
+def drawn(state: int, bit: int, count: int) -> int:
+    """Return a number below `count` from the bits of a state above `bit`."""
+    return np.int64((state >> np.uint64(bit)) % np.uint64(count))
+
+
+@plain
 def explore(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Compare the codes of a few blocks with the originals, for one query head, only to find corruption."""
     state = np.uint64(turn.count * 8191 + h + 1) * np.uint64(0x9E3779B97F4A7C15)
-    count = int(limits.explore * turn.blocks + np.float64(state >> np.uint64(11)) * 2.0**-53)
-    after = -1
-    for _ in range(count + 1):
-        b, after = after, np.int64((state >> np.uint64(33)) % np.uint64(turn.blocks))
-        ask_for(shape, turn, tiers.original_keys, h, after)
-        r = np.int64((state >> np.uint64(20)) % np.uint64(shape.group))
-        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        if b >= 0 and sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0):
+    wanted = limits.explore * turn.blocks + np.float64(state >> np.uint64(11)) * 2.0**-53
+    for left in range(int(wanted), 0, -1):
+        state = following(state)
+        b, r = drawn(state, 33, turn.blocks), drawn(state, 20, shape.group)
+        if left > 1:
+            ask_for(shape, turn, tiers.original_keys, h, drawn(following(state), 33, turn.blocks))
+        if sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0):
             compare_scores(shape, turn, tiers, item, slot, h, b, r, r + 1)

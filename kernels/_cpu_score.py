@@ -255,9 +255,9 @@ def _exact_scores(read: Any, item: int) -> Any:
     return exact
 
 
-_exact_single, _exact_bfloat, _exact_half = (
-    _exact_scores(*how) for how in ((load, 4), (load_bfloat, 2), (load_half, 2))
-)
+READERS = ((load, 4), (load_bfloat, 2), (load_half, 2))
+"""How originals of each kind are read, and the bytes of one number."""
+_exact_single, _exact_bfloat, _exact_half = (_exact_scores(*reader) for reader in READERS)
 
 
 @plain

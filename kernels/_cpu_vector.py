@@ -243,8 +243,17 @@ def joined(builder: Any, vectors: list[Any]) -> Any:
     return builder.shuffle_vector(*vectors, order)
 
 
-def _larger(builder: Any, x: Any, y: Any) -> Any:
+def larger_of(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def highest_of(builder: Any, x: Any) -> Any:
+    """Return the largest lane."""
+    return call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _f32, x, fast=("nnan",))
+
+
+def size_of(builder: Any, x: Any) -> Any:
+    return call(builder, f"llvm.fabs.v{LANES}f32", FLOAT_LANES, x)
 
 
 def _widen_bfloat(builder: Any, x: Any) -> Any:
@@ -277,7 +286,6 @@ load_half = _reader(_f16, lambda b, x: b.fpext(x, FLOAT_LANES))
 load_bfloat = _reader(_i16, _widen_bfloat)
 load_byte = _reader(_i8, lambda b, x: b.uitofp(x, FLOAT_LANES))
 store = _writer(_f32, lambda b, x: x)
-store_short = _writer(_i16, lambda b, x: b.trunc(round_of(b, x), ir.VectorType(_i16, LANES)))
 splat = _op(FLOATS, (f32,), splat_of)
 add = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y))
 sub = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fsub(x, y))
@@ -285,13 +293,11 @@ mul = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fmul(x, y))
 divide = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fdiv(x, y))
 fma = _op(FLOATS, (FLOATS, FLOATS, FLOATS), fma_of)
 pick_less = _op(FLOATS, (FLOATS,) * 4, lambda b, x, y, yes, no: b.select(b.fcmp_ordered("<", x, y), yes, no))
-larger = _op(FLOATS, (FLOATS, FLOATS), _larger)
-size = _op(FLOATS, (FLOATS,), lambda b, x: call(b, f"llvm.fabs.v{LANES}f32", FLOAT_LANES, x))
+larger = _op(FLOATS, (FLOATS, FLOATS), larger_of)
+size = _op(FLOATS, (FLOATS,), size_of)
 exponential = _op(FLOATS, (FLOATS,), _exponential)
 total = _op(f32, (FLOATS,), sum_of)
-highest = _op(
-    f32, (FLOATS,), lambda b, x: call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", _f32, x, fast=("nnan",))
-)
+highest = _op(f32, (FLOATS,), highest_of)
 bits = _op(i32, (f32,), lambda b, x: b.bitcast(x, _i32))
 half = _op(f32, (types.uint16,), lambda b, x: b.fpext(b.bitcast(x, _f16), _f32))
 half_bits = _op(types.uint16, (f32,), lambda b, x: b.bitcast(b.fptrunc(x, _f16), _i16))

@@ -6,6 +6,9 @@ import torch
 
 from rcq_cli.errors import SpecError
 
+CHECKSUM_FACTOR = -7046029254386353131
+"""Multiplies a word's number in checksums; odd, so that a change within one 64-bit word can never cancel."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierFormat:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rcq_cli.cache.device import DeviceStore
 from rcq_cli.cache.slab import Slab
-from rcq_cli.cache.tiers import TieredStore, corrupted
+from rcq_cli.cache.tiers import TieredStore, refuse_changed
 from rcq_cli.kernels import cpu
 from rcq_cli.kernels._cpu_integer import TEAM, TILE
 from rcq_cli.kernels._cpu_state import ADDRESSES, Limits, Shape, Turn, pack
@@ -166,10 +166,8 @@ class PackedStore(TieredStore):
 
     def original_blocks(self, heads: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return original keys and values of chosen pairs, checked against their checksums."""
-        bad = (self._prints(heads, blocks) != self.checks.rows[heads, blocks])[:, 2:].any(1)
-        if bool(bad.any()):
-            first = int(bad.nonzero()[0])
-            raise corrupted(int(heads[first]), int(blocks[first]))
+        changed = (self._prints(heads, blocks) != self.checks.rows[heads, blocks])[:, 2:].any(1)
+        refuse_changed(changed, heads, blocks)
         assert self.originals is not None
         limit, size = self.block_count * self.fmt.block, self.fmt.block
         keys, values = (

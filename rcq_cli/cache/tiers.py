@@ -14,14 +14,13 @@ from torch import Tensor
 from rcq_cli.cache.slab import Slab
 from rcq_cli.certify.spectral import SpectralBound
 from rcq_cli.errors import BrokenRun
-from rcq_cli.kernels._format import TierFormat
+from rcq_cli.kernels._format import CHECKSUM_FACTOR, TierFormat
 from rcq_cli.kernels._rounding import MARGIN, upper
 from rcq_cli.kernels.reference import Blocks, Reference
 from rcq_cli.protocols import Geometry, LayerBytes
 
 ANNOTATIONS = ("rk", "kappa", "eta", "rv")
 _CHUNK_ELEMENTS = 2**21
-_MULTIPLIER = -7046029254386353131  # odd, so that a change within one 64-bit word can never cancel
 
 
 class Annotations(NamedTuple):
@@ -170,9 +169,7 @@ class TieredStore:
             for slab in self.originals
         )
         found = _checksum([keys.flatten(1), values.flatten(1)], leading=1)
-        if not torch.equal(found, self.checks.rows[heads, blocks, 1]):
-            bad = int((found != self.checks.rows[heads, blocks, 1]).nonzero()[0])
-            raise corrupted(int(heads[bad]), int(blocks[bad]))
+        refuse_changed(found != self.checks.rows[heads, blocks, 1], heads, blocks)
         return keys.to(self.geometry.device), values.to(self.geometry.device)
 
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
@@ -304,6 +301,13 @@ def corrupted(head: int, block: int) -> BrokenRun:
     )
 
 
+def refuse_changed(changed: Tensor, heads: Tensor, blocks: Tensor) -> None:
+    """Raise `BrokenRun` for the first (KV head, block) pair whose originals `changed`, `[n]`."""
+    if bool(changed.any()):
+        first = int(changed.nonzero()[0])
+        raise corrupted(int(heads[first]), int(blocks[first]))
+
+
 def damaged(place: str) -> BrokenRun:
     """Return the error of a tier 1 that changed while it was in use."""
     return BrokenRun(
@@ -351,6 +355,6 @@ def _checksum(parts: list[Tensor], leading: int = 2) -> Tensor:
             raw = torch.cat((raw, raw.new_zeros(*raw.shape[:-1], pad)), -1)
         words = raw.view(torch.int64)
         index = torch.arange(seed, seed + words.shape[-1], dtype=torch.int64)
-        total = total + (words * ((index * _MULTIPLIER) | 1)).sum(-1)
+        total = total + (words * ((index * CHECKSUM_FACTOR) | 1)).sum(-1)
         seed += words.shape[-1]
     return total

@@ -6,7 +6,7 @@ Policy and formulas stay those of the ladder; these pieces read what is stored w
 import torch
 from torch import Tensor
 
-from rcq_cli.cache.tiers import TieredStore, corrupted
+from rcq_cli.cache.tiers import TieredStore, refuse_changed
 from rcq_cli.certify.ladder import CertifiedStep
 from rcq_cli.kernels import _cpu_float64
 
@@ -38,10 +38,7 @@ class CompiledStore(TieredStore):
 
         Raises `BrokenRun` when those of the chosen pairs are not what was stored.
         """
-        changed = self._changed(heads, blocks)
-        if bool(changed.any()):
-            bad = int(changed.nonzero()[0])
-            raise corrupted(int(heads[bad]), int(blocks[bad]))
+        refuse_changed(self._changed(heads, blocks), heads, blocks)
         keys, values = self._by_block()
         return keys, values
 

@@ -19,6 +19,7 @@ from rcq_cli.table import (
     significant,
     without_empty_columns,
 )
+from rcq_cli.verdict import MID_P
 
 Json = Any
 
@@ -47,9 +48,7 @@ class Shown(NamedTuple):
         """Read it from `judgement` of a document; one without it is of Tango and the exact test."""
         judgement = document.get("judgement") or {}
         percent = f"{100 * (1 - 2 * judgement.get('alpha', 0.025)):g}%"
-        return cls(
-            judgement.get("interval_beside") == "newcombe", judgement.get("mcnemar") == "mid-p", percent
-        )
+        return cls(judgement.get("interval_beside") == "newcombe", judgement.get("mcnemar") == MID_P, percent)
 
     def differences(self) -> tuple[Column, ...]:
         """Return the column of the verdict's interval, and that of Newcombe's where it was asked for."""

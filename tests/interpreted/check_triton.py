@@ -20,15 +20,10 @@ from rcq_cli.kernels._triton import attend, judge, pages, plan, score, seal, ste
 from rcq_cli.kernels.reference import BACKEND as REFERENCE
 from rcq_cli.protocols import Geometry
 from tests.interpreted import small_kernels
+from tests.unit.exact_attention import truth
 
 # numpy warns of what kernels mask out
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def truth(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    groups = query.double().unflatten(0, (keys.shape[0], -1))
-    weights = torch.softmax(groups @ keys.double().transpose(1, 2) * scale, -1)
-    return (weights @ values.double()).flatten(0, 1)
 
 
 def data(kind: str, heads: int, tokens: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -18,14 +18,9 @@ from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels import cpu
 from rcq_cli.kernels._cpu_state import ADDRESSES, pack
 from rcq_cli.protocols import Geometry
+from tests.unit.exact_attention import truth
 
 SCALE = {64: 0.125, 128: 128**-0.5, 80: 80**-0.5, 16: 0.25}
-
-
-def truth(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    groups = query.double().unflatten(0, (keys.shape[0], -1))
-    weights = torch.softmax(groups @ keys.double().transpose(1, 2) * scale, -1)
-    return (weights @ values.double()).flatten(0, 1)
 
 
 def data(kind: str, heads: int, tokens: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
