@@ -1,7 +1,9 @@
 """Float64 pieces of a step on tensors as the reference lays them out, compiled for the CPU.
 
 They compute what `reference.py` and the float64 ladder define, in another order of additions, and copy
-nothing first: for modes whose policy compares float64 numbers, which the float32 kernels cannot give.
+nothing first: for modes whose policy compares float64 numbers, which the float32 kernels cannot give. Blocks
+hold a multiple of four tokens, groups of values 16 channels. The open tail is the last block, with scores of
+-inf where it holds no token. Here are passes over tokens, in `_cpu_float64_blocks.py` those over blocks.
 """
 
 from collections.abc import Callable
@@ -14,129 +16,190 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from rcq_cli.kernels._cpu_vector import entry, longs_at
+from rcq_cli.kernels._cpu_float64_rows import ROWS, add_rows, decode, dots, kind_of, widen
+from rcq_cli.kernels._cpu_vector import ahead, bytes_at, doubles_at, entry, floats_at, longs_at, plain
 from rcq_cli.kernels._format import CHECKSUM_FACTOR
-from rcq_cli.kernels.cpu import Cpu, share_threads
-from rcq_cli.kernels.reference import Blocks
+from rcq_cli.kernels._rounding import MARGIN
+from rcq_cli.kernels.cpu import share_threads
 
 Array = np.ndarray[Any, Any]
+Pairs = tuple[Tensor, Tensor]
+"""KV head and block of each of n blocks, int64 `[n]`."""
 _PIECES = 16
 """Work is cut into this many pieces, so that a thread that was held up is waited for only briefly."""
 
 
-class Flat(NamedTuple):
-    """The memory of `[H, M, ...]` rows: element (h, m, i) lies at h * pitch + m * width + i."""
+class Place(NamedTuple):
+    """Where `[H, M, ...]` rows lie: element (h, m, i) at `address`, h * pitch + m * width + i elements on."""
 
-    memory: Array
+    address: int
     pitch: int
     width: int
+    size: int
+    """Bytes of an element."""
+    kind: int
+    """Of `widen`; 0 where nobody asks."""
 
 
-def flat(rows: Tensor) -> Flat:
-    """Return the memory of `[H, M, ...]` rows; those of one head lie behind each other."""
-    (heads, count, *_), (pitch, width, *_) = rows.shape, rows.stride()
+def place(rows: Tensor, tokens: int = 1) -> Place:
+    """Return where `[H, M, ...]` rows lie, or `[H, T, D]` rows taken as blocks of `tokens`."""
+    pitch, width, *_ = rows.stride()
     assert width == prod(rows.shape[2:]), "rows with gaps"
-    memory = rows.as_strided(((heads - 1) * pitch + count * width,), (1,))
-    return Flat(memory.numpy(), pitch, width)
+    return Place(rows.data_ptr(), pitch, width * tokens, rows.element_size(), kind_of(rows.dtype))
 
 
-def score_blocks(query: Tensor, blocks: Blocks) -> Tensor:
-    """Return q . k' of `[Hkv, R, D]` float64 queries with every token: `[Hkv, R, M, S]`, not scaled."""
-    heads, count, size = blocks["key_codes"].shape[:3]
-    out = query.new_empty(heads, query.shape[1], count, size)
-    if count:
-        codes, scale, offset = (flat(blocks[f"key_{name}"]) for name in ("codes", "scale", "offset"))
-        _score_codes(query.contiguous().numpy(), *codes[:2], *scale[:2], offset.memory, out.numpy())
-    return out
+class Layer(NamedTuple):
+    """Where the sealed blocks of a layer lie."""
+
+    codes: dict[str, Place]
+    annotations: Place
+    keys: Place
+    """Originals, in blocks."""
+    values: Place
+    checks: Array
+    """Checksums int64 `[H, M, 2]`: of codes and annotations, of originals."""
+
+    def tier_1(self) -> Array:
+        """Return the table of what the first checksum covers."""
+        return table([*self.codes.values(), self.annotations])
+
+    def originals(self) -> Array:
+        """Return the table of what the second checksum covers."""
+        return table([self.keys, self.values])
 
 
-def half_steps(query: Tensor, blocks: Blocks) -> Tensor:
-    """Return 0.5 * sum_c |q_c| s_bc per head and block, `[Hkv, R, M]`."""
-    out = query.new_empty(*query.shape[:2], blocks["key_scale"].shape[1])
-    _half_steps(query.contiguous().numpy(), *flat(blocks["key_scale"])[:2], out.numpy())
-    return out
+def table(places: list[Place]) -> Array:
+    """Return address, pitch and width of rows in words of eight bytes."""
+    rows = []
+    for address, pitch, width, size, _ in places:
+        assert width * size % 8 == pitch * size % 8 == 0, "whole words only"
+        rows.append((address, pitch * size // 8, width * size // 8))
+    return np.array(rows, dtype=np.int64)
+
+
+class Scores(NamedTuple):
+    """Scores of all tokens, and how far they may be from those of the originals."""
+
+    scores: Tensor
+    """`[Hkv, R, M + 1, S]`"""
+    half_step: Tensor
+    """0.5 * sum_c |q_c| s_bc `[Hkv, R, M + 1]`, 0 for the tail."""
+    slack: Tensor
+    """What `exact.score_slack` allows a score of an original, `[Hkv, R, M + 1]`."""
+    delta: Tensor
+    """What the ladder allows a coded one, `[Hkv, R, M + 1]`."""
+
+
+def score(
+    query: Tensor, scale: float, layer: Layer, notes: tuple[Tensor, Tensor], size: int, tail: Place,
+    tail_tokens: int, slack: tuple[float, float],
+) -> tuple[Scores, bool]:  # fmt: skip
+    """Score `[Hkv, R, D]` float64 queries with every token; return whether all is finite, too.
+
+    `notes` are rk and kappa, `[Hkv, M + 1]`, `tail` the keys of the open tail `[Hkv, S, D]`, `slack` the
+    factor of ||q|| * (kappa + rk) and the constant in `exact.score_slack`.
+    """
+    (heads, group, _), count = query.shape, notes[0].shape[1]
+    found = Scores(
+        query.new_empty(heads, group, count, size), *(query.new_empty(heads, group, count) for _ in "hsd")
+    )
+    fine = torch.empty(heads, count, dtype=torch.bool)
+    nowhere = Place(0, 0, 0, 0, 0)
+    codes, steps, offset = (layer.codes.get(f"key_{name}", nowhere) for name in ("codes", "scale", "offset"))
+    assert steps.pitch == offset.pitch
+    _score(
+        query.contiguous().numpy(), scale, *codes[:2], *steps[:2], offset.address, *tail[:2], tail.kind,
+        tail_tokens, *(note.numpy() for note in notes), *slack, *(each.numpy() for each in found),
+        fine.numpy(),
+    )  # fmt: skip
+    return found, bool(fine.all())
 
 
 def weigh(scores: Tensor, weights: Tensor, peak: Tensor, mass: Tensor, square: Tensor) -> None:
     """Set `weights` to exp(score - peak of its block) for `[Hkv, R, M, S]` scores, and sum them up.
 
-    `peak`, `mass` (sum of weights) and `square` (of their squares) are `[Hkv, R, M + 1]`, of which the last
-    column is left alone.
+    `peak`, `mass` (sum of weights) and `square` (of their squares) are `[Hkv, R, M]`; a block of -inf alone
+    has mass 0. All are contiguous.
     """
-    _below_peak(scores.numpy(), weights.numpy(), peak.numpy())
+    rows, size = peak.numel(), scores.shape[-1]
+    _below_peak(scores.data_ptr(), weights.data_ptr(), peak.data_ptr(), rows, size)
     weights.exp_()  # torch has vector instructions for it, Numba calls the C library element by element
-    _sum_weights(weights.numpy(), mass.numpy(), square.numpy())
+    _sum_weights(weights.data_ptr(), mass.data_ptr(), square.data_ptr(), rows, size)
+
+
+class Promoted(NamedTuple):
+    """What was wrong with blocks, bool `[n]` each."""
+
+    unlike: Tensor
+    """A coded score was further from the exact one than allowed, or what was sealed has changed."""
+    changed: Tensor
+    """The originals are not what was stored; what was scored is of no use."""
 
 
 def promote(
-    query: Tensor, scale: float, keys: Tensor, pairs: tuple[Tensor, Tensor], take: Tensor, allowed: Tensor,
-    scores: Tensor,
-) -> Tensor:  # fmt: skip
-    """Put exact scores in the place of the coded `[Hkv, R, M, S]` at (KV head, block) pairs where `take`.
+    query: Tensor, scale: float, layer: Layer, pairs: Pairs, take: Tensor, allowed: Tensor, scores: Tensor
+) -> Promoted:
+    """Put exact scores in the place of the coded `[Hkv, R, M + 1, S]` at pairs where `take`, and check all.
 
-    `keys` are the originals `[Hkv, M, S, D]`. Returns which pairs `[n]` had a coded score further than
-    `allowed` `[Hkv, R, M]` from the exact one.
+    `allowed` `[Hkv, R, M]` is how far scores may differ.
     """
-    heads, blocks = pairs
-    rows, first = _reached(keys, heads, blocks)
-    bad = torch.zeros(len(heads), dtype=torch.bool)
+    tier_1, originals = layer.tier_1(), layer.originals()
+    found = Promoted(*(torch.empty(len(take), dtype=torch.bool) for _ in "uc"))
     _promote(
-        query.contiguous().numpy(), scale, rows, first.numpy(), heads.numpy(), blocks.numpy(), take.numpy(),
-        allowed.contiguous().numpy(), scores.numpy(), bad.numpy(),
+        query.contiguous().numpy(), scale, *layer.keys[:3], layer.keys.kind, *(i.numpy() for i in pairs),
+        take.numpy(), allowed.numpy(), tier_1, originals, _factors(tier_1, originals), layer.checks,
+        scores.numpy(), *(flags.numpy() for flags in found),
     )  # fmt: skip
-    return bad
+    return found
 
 
-def _reached(keys: Tensor, heads: Tensor, blocks: Tensor) -> tuple[Array, Tensor]:
-    """Return float32 memory and where in it the keys of each pair begin; 16-bit ones are widened first."""
-    if keys.dtype == torch.float32:
-        memory, pitch, width = flat(keys)
-        return memory, heads * pitch + blocks * width
-    rows = keys[heads, blocks].float()
-    return rows.flatten().numpy(), torch.arange(len(heads)) * rows[0].numel()
+def sum_values(
+    weights: Tensor, share: Tensor, layer: Layer, exact: Tensor, tail: Place, tail_tokens: int, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `share` `[Hkv, R, M + 1]` times `weights` `[.., S]` times values, `[Hkv, R, D]`.
 
-
-def sum_values(weights: Tensor, blocks: Blocks, pairs: tuple[Tensor, Tensor], out: Tensor) -> int:
-    """Sum `[Hkv, R, M, S]` weights times v' into `out` `[Hkv, R, M + 1, D]`, for (KV head, block) pairs.
-
-    Values have one scale and offset per token and group of evenly many channels. Returns the bytes of
-    temporary copies.
+    Values are originals in `exact` `[Hkv, M]` blocks and in the `tail` `[Hkv, S, D]`, elsewhere what the
+    codes stand for. The second item tells which exact blocks are not what was stored, `[Hkv, M]`.
     """
-    codes = flat(blocks["value_codes"])
-    # Numba knows no float16, and torch widens it to float32 several times as fast as to float64
-    scale, offset = (blocks[f"value_{name}"].float().numpy() for name in ("scale", "offset"))
-    _sum_values(weights.numpy(), *codes[:2], scale, offset, *(index.numpy() for index in pairs), out.numpy())
-    return int(scale.nbytes + offset.nbytes)
+    heads, group = weights.shape[:2]
+    changed, sums = torch.zeros_like(exact), weights.new_zeros(_PIECES, heads, group, dim)
+    nowhere = Place(0, 0, 0, 0, 0)
+    codes, scale, offset = (
+        layer.codes.get(f"value_{name}", nowhere) for name in ("codes", "scale", "offset")
+    )
+    assert scale.pitch == offset.pitch
+    originals = layer.originals()
+    _sum_values(
+        weights.numpy(), share.numpy(), *codes[:2], *scale[:2], offset.address, exact.numpy(),
+        *layer.values[:3], layer.values.kind, originals, _factors(originals), layer.checks, *tail[:2],
+        tail_tokens, sums.numpy(), changed.numpy(),
+    )  # fmt: skip
+    # even channels come before odd ones
+    return sums.sum(0).unflatten(2, (2, -1)).transpose(2, 3).flatten(2), changed
 
 
-def checksums(parts: list[Tensor], heads: Tensor, blocks: Tensor) -> Tensor:
-    """Return the checksum of (KV head, block) pairs over `[H, M, ...]` parts, int64 `[n]`."""
-    out = torch.zeros(len(heads), dtype=torch.int64)
-    table = np.array([_words(part) for part in parts], dtype=np.int64)
-    factors = _factors(int(table[:, 2].sum()))
-    _checksums(table, factors, heads.numpy(), blocks.numpy(), out.numpy())
+def checksums(words: Array, pairs: Pairs) -> Tensor:
+    """Return the checksum of pairs over the parts of a `table`, int64 `[n]`."""
+    out = torch.empty(len(pairs[0]), dtype=torch.int64)
+    _checksums(words, _factors(words), *(index.numpy() for index in pairs), out.numpy())
     return out
 
 
-def _words(part: Tensor) -> tuple[int, int, int]:
-    """Return address, pitch and width of `[H, M, ...]` rows in words of eight bytes."""
-    size, (pitch, width, *_) = part.element_size(), part.stride()
-    assert width == prod(part.shape[2:]), "rows with gaps"
-    assert width * size % 8 == pitch * size % 8 == 0, "whole words only"
-    return part.data_ptr(), pitch * size // 8, width * size // 8
+def _factors(*tables: Array) -> Array:
+    """Return the odd factors of the words of a block, modulo 2^64."""
+    return _odd(max(int(words[:, 2].sum()) for words in tables))
 
 
 @cache
-def _factors(count: int) -> Array:
-    """Return the odd factor of each word of a block, modulo 2^64."""
+def _odd(count: int) -> Array:
     return ((torch.arange(1, 1 + count, dtype=torch.int64) * CHECKSUM_FACTOR) | 1).numpy()
 
 
-_LOOSE = {"reassoc", "contract"}
+LOOSE = {"reassoc", "contract"}
 """Sums in any order and fused products: what the rounding terms of a certificate allow for."""
 
 
-def _compiled(**options: Any) -> Callable[[Any], Callable[..., None]]:
+def compiled(**options: Any) -> Callable[[Any], Callable[..., None]]:
     """Return a decorator that compiles for one thread and for several, whichever is asked for first."""
 
     def decorate(function: Any) -> Callable[..., None]:
@@ -152,169 +215,160 @@ def _compiled(**options: Any) -> Callable[[Any], Callable[..., None]]:
     return decorate
 
 
-# an index that is a sum may be negative for all that Numba knows: slices leave loops a plain counter
-
-
-@_compiled(fastmath=_LOOSE)
-def _score_codes(
-    query: Array, codes: Array, code_pitch: int, scale: Array, meta_pitch: int, offset: Array, out: Array
-) -> None:
-    heads, group, count, size = out.shape
-    dim, pairs = query.shape[2], heads * count
+@compiled(fastmath=LOOSE)
+def _score(
+    query: Array, factor: float, codes: int, code_pitch: int, scale: int, meta_pitch: int, offset: int,
+    tail: int, tail_pitch: int, kind: int, tail_tokens: int, rk: Array, kappa: Array, rate: float,
+    floor: float, out: Array, half_step: Array, slack: Array, delta: Array, fine: Array,
+) -> None:  # fmt: skip
+    (heads, group, count, size), dim = out.shape, query.shape[2]
+    pairs = heads * count
     for piece in prange(_PIECES):
-        folded, constant, row = np.empty((group, dim)), np.empty(group), np.empty(dim)
+        buffer, constant = np.empty((group + ROWS, dim)), np.empty(group)
+        rows = doubles_at(buffer.ctypes.data)
+        folded = ahead(rows, ROWS * dim)
         for pair in range(piece * pairs // _PIECES, (piece + 1) * pairs // _PIECES):
-            h, b = pair // count, pair % count
-            first, meta = h * code_pitch + b * size * dim, h * meta_pitch + b * dim
-            steps, zeros = scale[meta : meta + dim], offset[meta : meta + dim]
+            h, b, check = pair // count, pair % count, 0.0
+            coded, held = b < count - 1, size if b < count - 1 else tail_tokens
+            meta = h * meta_pitch + b * dim
+            steps, zeros = ahead(floats_at(scale), meta), ahead(floats_at(offset), meta)
             for r in range(group):
-                asked, into, dot = query[h, r], folded[r], 0.0
+                asked, into = (
+                    ahead(doubles_at(query.ctypes.data), (h * group + r) * dim),
+                    ahead(folded, r * dim),
+                )
+                dot, step, square = 0.0, 0.0, 0.0
                 for d in range(dim):
-                    into[d] = asked[d] * steps[d]
-                    dot += asked[d] * zeros[d]
-                constant[r] = dot
-            for t in range(size):
-                coded = codes[first + t * dim : first + (t + 1) * dim]
-                for d in range(dim):
-                    row[d] = coded[d]
-                for r in range(group):
-                    into, dot = folded[r], 0.0
+                    into[d] = asked[d]
+                    square += asked[d] * asked[d]
+                if coded:
                     for d in range(dim):
-                        dot += row[d] * into[d]
-                    out[h, r, b, t] = dot + constant[r]
+                        into[d] *= steps[d]
+                        dot += asked[d] * zeros[d]
+                        step += abs(asked[d]) * steps[d]
+                norm = np.sqrt(square) * MARGIN
+                constant[r], half_step[h, r, b] = dot, 0.5 * step
+                allowed = rate * norm * (kappa[h, b] + rk[h, b]) + floor
+                slack[h, r, b], check = allowed, check + allowed * 0.0
+                delta[h, r, b] = min(0.5 * step, norm * rk[h, b]) * (abs(factor) * MARGIN) + allowed
+            for t in range(0, size, ROWS):
+                present = min(max(held - t, 0), ROWS)
+                if coded:
+                    code = ahead(bytes_at(codes), h * code_pitch + (b * size + t) * dim)
+                    for d in range(ROWS * dim):
+                        rows[d] = np.int8(code[d])
+                else:
+                    widen(kind, tail, h * tail_pitch + t * dim, present * dim, rows)
+                for r in range(group):
+                    found = dots(rows, ahead(folded, r * dim), dim)
+                    for i in range(ROWS):
+                        scored = (found[i] + constant[r]) * factor if i < present else -np.inf
+                        check += scored * 0.0 if i < present else 0.0
+                        out[h, r, b, t + i] = scored
+            fine[h, b] = check == 0.0
 
 
-@_compiled(fastmath=_LOOSE)
-def _half_steps(query: Array, scale: Array, pitch: int, out: Array) -> None:
-    heads, group, count = out.shape
-    dim = query.shape[2]
-    for pair in prange(heads * count):
-        h, b = pair // count, pair % count
-        steps = scale[h * pitch + b * dim : h * pitch + (b + 1) * dim]
-        for r in range(group):
-            asked, total = query[h, r], 0.0
-            for d in range(dim):
-                total += abs(asked[d]) * steps[d]
-            out[h, r, b] = 0.5 * total
-
-
-@_compiled()
-def _below_peak(scores: Array, weights: Array, peak: Array) -> None:
-    heads, group, count, size = scores.shape
-    for row in prange(heads * group * count):
-        h, r, b = row // (group * count), row // count % group, row % count
-        mine, into = scores[h, r, b], weights[h, r, b]
-        highest = mine[0]
+@compiled(fastmath=LOOSE)
+def _below_peak(scores: int, into: int, peak: int, rows: int, size: int) -> None:
+    for row in prange(rows):
+        mine, below = ahead(doubles_at(scores), row * size), ahead(doubles_at(into), row * size)
+        highest = -np.inf
         for t in range(size):
             highest = max(highest, mine[t])
+        doubles_at(peak)[row] = highest
+        highest = max(highest, -1.7e308)  # of nothing at all -inf shall stay
         for t in range(size):
-            into[t] = mine[t] - highest
-        peak[h, r, b] = highest
+            below[t] = mine[t] - highest
 
 
-@_compiled(fastmath=_LOOSE)
-def _sum_weights(weights: Array, mass: Array, square: Array) -> None:
-    heads, group, count, size = weights.shape
-    for row in prange(heads * group * count):
-        h, r, b = row // (group * count), row // count % group, row % count
-        mine, total, squares = weights[h, r, b], 0.0, 0.0
+@compiled(fastmath=LOOSE)
+def _sum_weights(weights: int, mass: int, square: int, rows: int, size: int) -> None:
+    for row in prange(rows):
+        mine, total, squares = ahead(doubles_at(weights), row * size), 0.0, 0.0
         for t in range(size):
             total += mine[t]
             squares += mine[t] * mine[t]
-        mass[h, r, b], square[h, r, b] = total, squares
+        doubles_at(mass)[row], doubles_at(square)[row] = total, squares
 
 
-@_compiled(fastmath=_LOOSE)
+@plain
+def _checksum(words: Array, factors: Array, head: int, block: int) -> Any:
+    total, mine = 0, longs_at(factors.ctypes.data)
+    for part in range(len(words)):
+        address, pitch, width = words[part, 0], words[part, 1], words[part, 2]
+        stored = longs_at(address + 8 * (head * pitch + block * width))
+        for i in range(width):
+            total += stored[i] * mine[i]
+        mine = ahead(mine, width)
+    return total
+
+
+@compiled(fastmath=LOOSE)
 def _promote(
-    query: Array, scale: float, keys: Array, first: Array, heads: Array, blocks: Array, take: Array,
-    allowed: Array, scores: Array, bad: Array,
+    query: Array, scale: float, keys: int, pitch: int, width: int, kind: int, heads: Array, blocks: Array,
+    take: Array, allowed: Array, tier_1: Array, originals: Array, factors: Array, checks: Array,
+    scores: Array, unlike: Array, changed: Array,
 ) -> None:  # fmt: skip
     group, size, dim, count = scores.shape[1], scores.shape[3], query.shape[2], len(heads)
     for piece in prange(_PIECES):
-        row, exact = np.empty(dim), np.empty((group, size))
-        for pair in range(piece * count // _PIECES, (piece + 1) * count // _PIECES):
-            h, b, start = heads[pair], blocks[pair], first[pair]
-            for t in range(size):
-                key = keys[start + t * dim : start + (t + 1) * dim]
-                for d in range(dim):
-                    row[d] = key[d]
-                for r in range(group):
-                    asked, dot = query[h, r], 0.0
-                    for d in range(dim):
-                        dot += row[d] * asked[d]
-                    exact[r, t] = dot * scale
-            for r in range(group):
-                true, coded, off = exact[r], scores[h, r, b], 0.0
-                for t in range(size):
-                    off = max(off, abs(true[t] - coded[t]))
-                if off > allowed[h, r, b]:
-                    bad[pair] = True
-                if take[pair]:
-                    for t in range(size):
-                        coded[t] = true[t]
-
-
-@_compiled(fastmath=_LOOSE)
-def _sum_values(
-    weights: Array, codes: Array, pitch: int, scale: Array, offset: Array, heads: Array, blocks: Array,
-    out: Array,
-) -> None:  # fmt: skip
-    group, size, half, groups = weights.shape[1], weights.shape[3], out.shape[3] // 2, scale.shape[3]
-    width, count = half // groups, len(heads)
-    for piece in prange(_PIECES):
-        # even channels are low nibbles, odd ones high: apart, both run through memory in order
-        even, odd = np.empty(half), np.empty(half)
-        evens, odds = np.empty((group, half)), np.empty((group, half))
+        buffer = np.empty((ROWS, dim))
+        rows = doubles_at(buffer.ctypes.data)
         for pair in range(piece * count // _PIECES, (piece + 1) * count // _PIECES):
             h, b = heads[pair], blocks[pair]
-            evens[:], odds[:] = 0.0, 0.0
-            for t in range(size):
-                first = h * pitch + (b * size + t) * half
-                for g in range(groups):
-                    s, z = np.float64(scale[h, b, t, g]), np.float64(offset[h, b, t, g])
-                    coded = codes[first + g * width : first + (g + 1) * width]
-                    low, high = even[g * width : (g + 1) * width], odd[g * width : (g + 1) * width]
-                    for d in range(width):
-                        # 32 bits: a processor may have no instruction that makes float64 of 64
-                        low[d] = np.int32(coded[d] & 15) * s + z
-                        high[d] = np.int32(coded[d] >> 4) * s + z
+            # the originals are summed up just before they are scored, so memory is read once
+            changed[pair] = _checksum(originals, factors, h, b) != checks[h, b, 1]
+            bad = _checksum(tier_1, factors, h, b) != checks[h, b, 0]
+            for t in range(0, size, ROWS):
+                widen(kind, keys, h * pitch + b * width + t * dim, ROWS * dim, rows)
                 for r in range(group):
-                    w, into, onto = weights[h, r, b, t], evens[r], odds[r]
-                    for d in range(half):
-                        into[d] += w * even[d]
-                        onto[d] += w * odd[d]
-            for r in range(group):
-                into, onto, whole = evens[r], odds[r], out[h, r, b]
-                for d in range(half):
-                    whole[2 * d], whole[2 * d + 1] = into[d], onto[d]
+                    found = dots(rows, ahead(doubles_at(query.ctypes.data), (h * group + r) * dim), dim)
+                    for i in range(ROWS):
+                        exact, coded = found[i] * scale, scores[h, r, b, t + i]
+                        bad = bad or not abs(exact - coded) <= allowed[h, r, b]
+                        scores[h, r, b, t + i] = exact if take[pair] else coded
+            unlike[pair] = bad
 
 
-@_compiled()
-def _checksums(table: Array, factors: Array, heads: Array, blocks: Array, out: Array) -> None:
+@compiled(fastmath=LOOSE)
+def _sum_values(
+    weights: Array, share: Array, codes: int, code_pitch: int, scale: int, meta_pitch: int, offset: int,
+    exact: Array, values: int, pitch: int, width: int, kind: int, originals: Array, factors: Array,
+    checks: Array, tail: int, tail_pitch: int, tail_tokens: int, out: Array, changed: Array,
+) -> None:  # fmt: skip
+    (heads, group, count, size), dim = weights.shape, out.shape[3]
+    pairs = heads * count
+    for piece in prange(_PIECES):
+        # even channels are low nibbles, odd ones high: apart, both run through memory in order
+        buffer = np.empty((2 * ROWS, dim))
+        rows, raw = doubles_at(buffer.ctypes.data), ahead(doubles_at(buffer.ctypes.data), ROWS * dim)
+        for pair in range(piece * pairs // _PIECES, (piece + 1) * pairs // _PIECES):
+            h, b = pair // count, pair % count
+            held, coded = size if b < count - 1 else tail_tokens, b < count - 1 and not exact[h, b]
+            if b < count - 1 and exact[h, b]:
+                changed[h, b] = _checksum(originals, factors, h, b) != checks[h, b, 1]
+            for start in range(0, held, ROWS):
+                present = min(held - start, ROWS)
+                if coded:
+                    token = b * size + start
+                    meta = h * meta_pitch + token * (dim // 16)
+                    decode(codes + h * code_pitch + token * (dim // 2), scale, offset, meta, dim, rows)
+                else:
+                    if b < count - 1:
+                        widen(kind, values, h * pitch + b * width + start * dim, ROWS * dim, raw)
+                    else:
+                        widen(kind, tail, h * tail_pitch + start * dim, present * dim, raw)
+                    for i in range(ROWS):
+                        for d in range(dim // 2):
+                            rows[i * dim + d] = raw[i * dim + 2 * d] if i < present else 0.0
+                            rows[i * dim + dim // 2 + d] = raw[i * dim + 2 * d + 1] if i < present else 0.0
+                for r in range(group):
+                    into = ahead(doubles_at(out.ctypes.data), ((piece * heads + h) * group + r) * dim)
+                    add_rows(rows, dim, weights[h, r, b], start, share[h, r, b], into)
+
+
+@compiled()
+def _checksums(words: Array, factors: Array, heads: Array, blocks: Array, out: Array) -> None:
     count = len(heads)
     for piece in prange(_PIECES):
         for pair in range(piece * count // _PIECES, (piece + 1) * count // _PIECES):
-            total, done = 0, 0
-            for part in range(len(table)):
-                address, pitch, width = table[part, 0], table[part, 1], table[part, 2]
-                words = longs_at(address + 8 * (heads[pair] * pitch + blocks[pair] * width))
-                mine = factors[done : done + width]
-                for i in range(width):
-                    total += words[i] * mine[i]
-                done += width
-            out[pair] = total
-
-
-class Float64(Cpu):
-    """Backend `cpu` whose float64 scores are compiled."""
-
-    def score_blocks(self, query: Tensor, blocks: Blocks) -> Tensor:
-        """Return q . k' of `[Hkv, R, D]` float64 queries: `[Hkv, R, M, S]`, not scaled."""
-        return score_blocks(query, blocks)
-
-    def half_steps(self, query: Tensor, blocks: Blocks) -> Tensor:
-        """Return D0 without its scale: `[Hkv, R, M]`."""
-        return half_steps(query, blocks)
-
-
-FLOAT64 = Float64()
+            out[pair] = _checksum(words, factors, heads[pair], blocks[pair])

@@ -1,55 +1,65 @@
 """What a float64 policy step on the tiered store takes from the compiled pieces of `_cpu_float64`.
 
-Policy and formulas stay those of the ladder; these pieces read what is stored where it lies.
+Policy and formulas stay those of the ladder; these pieces read what is stored where it lies. They serve a
+policy that reads the values of all blocks, and reads them last: nothing is skipped, and no sum over values is
+ever taken twice.
 """
+
+import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from rcq_cli.cache.tiers import TieredStore, refuse_changed
+from rcq_cli.cache.tiers import Annotations, TieredStore, refuse_changed
+from rcq_cli.certify.exact import score_slack, store
 from rcq_cli.certify.ladder import CertifiedStep
-from rcq_cli.kernels import _cpu_float64
+from rcq_cli.certify.spectral import theta
+from rcq_cli.kernels import _cpu_float64, _cpu_float64_blocks
+from rcq_cli.kernels._cpu_float64 import Layer, Place, place
+from rcq_cli.kernels._cpu_float64_blocks import Spread, Weighed
+from rcq_cli.phases import phased
 
 
 class CompiledStore(TieredStore):
     """The tiered store of one layer; checksums are taken where the data lies."""
 
+    def layer(self) -> Layer:
+        """Return where everything lies."""
+        assert self.originals is not None
+        keys, values = (place(slab.data, self.fmt.block) for slab in self.originals)
+        codes = {name: place(slab.data) for name, slab in self.blocks.items()}
+        return Layer(codes, place(self.annotations.data), keys, values, self.checks.data.numpy())
+
+    def tail_places(self) -> tuple[Place, Place]:
+        """Return where the keys and the values of the open tail lie."""
+        return place(self.tail[0]), place(self.tail[1])
+
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
         """Return which chosen pairs hold codes, metadata or annotations that changed since sealing, `[n]`."""
-        parts = [*self.codes().values(), self.annotations.rows]
-        return _cpu_float64.checksums(parts, heads, blocks) != self.checks.rows[heads, blocks, 0]
+        found = _cpu_float64.checksums(self.layer().tier_1(), (heads, blocks))
+        return found != self.checks.rows[heads, blocks, 0]
 
     def changed_originals(self, head: int) -> Tensor:
         """Return which sealed blocks of a KV head have other originals than when they were sealed, `[M]`."""
         blocks = torch.arange(self.block_count)
-        return self._changed(torch.full_like(blocks, head), blocks)
+        pairs = torch.full_like(blocks, head), blocks
+        return _cpu_float64.checksums(self.layer().originals(), pairs) != self.checks.rows[head, :, 1]
 
-    def _by_block(self) -> list[Tensor]:
-        """Return views of the originals of sealed blocks, two of `[Hkv, M, S, D]`."""
-        assert self.originals is not None
-        shape = (self.block_count, self.fmt.block)
-        return [slab.rows[:, : shape[0] * shape[1]].unflatten(1, shape) for slab in self.originals]
-
-    def _changed(self, heads: Tensor, blocks: Tensor) -> Tensor:
-        return _cpu_float64.checksums(self._by_block(), heads, blocks) != self.checks.rows[heads, blocks, 1]
-
-    def in_blocks(self, heads: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of all original keys and values, `[Hkv, M, S, D]`.
-
-        Raises `BrokenRun` when those of the chosen pairs are not what was stored.
-        """
-        refuse_changed(self._changed(heads, blocks), heads, blocks)
-        keys, values = self._by_block()
-        return keys, values
-
-    def original_blocks(self, heads: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return original keys and values of chosen pairs, `[n, S, D]`, checked against their checksums."""
-        keys, values = self.in_blocks(heads, blocks)
-        return keys[heads, blocks], values[heads, blocks]
+    def bounds(self) -> Annotations:
+        """Return the annotations of all completed blocks and, last, of the open tail."""
+        found = _cpu_float64_blocks.annotations(
+            place(self.annotations.data), self.raw.rows, self.raw_bounds.rows,
+            self.tail[:, :, : self.tail_tokens], self.centred_on(),
+        )  # fmt: skip
+        return Annotations(*found.unbind())
 
 
 class CompiledStep(CertifiedStep):
-    """The parts of a step that touch every token."""
+    """The parts of a step that touch every token or every block.
+
+    The open tail stands among the blocks as the last one, with scores of -inf where it holds no token.
+    """
 
     cache: CompiledStore
 
@@ -57,19 +67,88 @@ class CompiledStep(CertifiedStep):
         """Return how far the coded scores of a block may be from the exact ones, `[Hkv, R, M]`."""
         raise NotImplementedError
 
-    def _weigh_blocks(self) -> None:
+    @phased("score")
+    def _score(self) -> None:
+        self.layer, self.tails = self.cache.layer(), self.cache.tail_places()
+        found, self.finite = _cpu_float64.score(
+            self.query, self.scale, self.layer, (self.notes.rk, self.notes.kappa), self.cache.fmt.block,
+            self.tails[0], self.cache.tail_tokens, _slack_terms(self.query.shape[-1], self.scale),
+        )  # fmt: skip
+        self.scores, half_step, self.slack, self.delta_coded = found
+        self.half_step = half_step[..., :-1]
+
+    def _plan(self) -> None:
+        """Pin what has no codes."""
+        self.pinned = self.cache.raw.rows.clone()
+        self.exact_keys, self.read = torch.zeros_like(self.pinned), torch.zeros_like(self.pinned)
+        self.exact_values = self.pinned.clone()
+        self.wanted_keys = self.wanted_values = torch.zeros(self.half_step.shape, dtype=torch.bool)
+        self.weights = torch.empty_like(self.scores)
+        self.peak, self.mass, self.square = self.query.new_empty(3, *self.scores.shape[:3]).unbind()
+
+    @phased("score")
+    def _weigh(self, pairs: tuple[Tensor, Tensor] | None = None) -> None:
+        """Exponentiate relative to each block's maximum.
+
+        All of them: what did not change is cheaper to repeat than to leave out.
+        """
+        del pairs
         _cpu_float64.weigh(self.scores, self.weights, self.peak, self.mass, self.square)
 
     def _rescore(self, head: Tensor, block: Tensor, take: Tensor) -> None:
-        keys, _ = self.cache.in_blocks(head, block)
-        self._page(len(head) * keys[0, 0].numel() * keys.element_size())
-        bad = _cpu_float64.promote(
-            self.query, self.scale, keys, (head, block), take, self.allowed(), self.scores
+        self._page(len(head) * self.layer.keys.width * self.layer.keys.size)
+        found = _cpu_float64.promote(
+            self.query, self.scale, self.layer, (head, block), take, self.allowed(), self.scores
         )
-        self._distrust(bad | self.cache.damaged(head, block), head, block)
-        # all of them: what did not change is cheaper to repeat than to leave out
-        self._weigh_blocks()
+        refuse_changed(found.changed, head, block)
+        self._distrust(found.unlike, head, block)
+        self._weigh()
 
-    def _sum_codes(self, head: Tensor, block: Tensor) -> None:
-        copied = _cpu_float64.sum_values(self.weights, self.cache.codes(), (head, block), self.sums)
-        self.scratch_bytes = max(self.scratch_bytes, copied)
+    def _read_values(self, chosen: Tensor) -> None:
+        """Note that the values of `[Hkv, M]` blocks are read; `average` does it, when all is known."""
+        self.read |= chosen
+
+    def weighed(self) -> Weighed:
+        """Return the block masses once all scores are final."""
+        size, tail = self.cache.fmt.block, self.cache.tail_tokens
+        masses = (self.peak, self.mass, self.square)
+        return _cpu_float64_blocks.weighed(*masses, (size, tail), self.backend.underflow)
+
+    @phased("attend")
+    def average(self, masses: Weighed) -> Tensor:
+        """Return the float64 output `[Hkv, R, D]`: exact values where promoted, else from the codes."""
+        output, changed = _cpu_float64.sum_values(
+            self.weights, masses.share, self.layer, self.exact_values, self.tails[1], self.cache.tail_tokens,
+            self.query.shape[-1],
+        )  # fmt: skip
+        head, block = self.exact_values.nonzero(as_tuple=True)
+        refuse_changed(changed[head, block], head, block)
+        self._page(len(head) * self.layer.values.width * self.layer.values.size)
+        return output
+
+    @phased("bound")
+    def bounded(self, masses: Weighed, exact_output: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the stored output and the bounds on errors of keys, values, dropping and rounding.
+
+        The formulas of `evaluate` with nothing skipped.
+        """
+        output, storing = store(exact_output, self.cache.dtype)
+        notes, dim = self.notes, self.query.shape[-1]
+        spectra = (self.residual_spectrum[:, 0], self.spectrum[:, 0])
+        spread = Spread(notes.eta, notes.rv, self.centre, *spectra)
+        roundoff, underflow = self.backend.roundoff, self.backend.underflow
+        relative = theta(self.cache.tokens + 24 + 16 * math.sqrt(dim), roundoff)
+        lost = math.sqrt(dim) * self.cache.tokens * underflow
+        key, value, rounding = _cpu_float64_blocks.bounds(
+            masses, spread, (self.slack, self.delta_coded), (self.exact_keys, self.exact_values),
+            (exact_output, output.double(), storing), (relative, roundoff, lost),
+        )  # fmt: skip
+        return output, (key, value, torch.zeros_like(key), rounding + storing)
+
+
+@cache
+def _slack_terms(dim: int, scale: float) -> tuple[float, float]:
+    """Return the factor of ||q|| ||k|| and the constant of `score_slack`, which is linear in the former."""
+    size = torch.tensor([0.0, 2.0**60], dtype=torch.float64)
+    constant, large = score_slack(size, torch.ones_like(size), scale, dim).tolist()
+    return (large - constant) / 2.0**60, constant

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rcq_cli.cache.tiers import TieredStore
 from rcq_cli.certify.bounds import MARGIN, Masses
-from rcq_cli.certify.ladder import Bounds, Budget, CertifiedStep
-from rcq_cli.kernels._cpu_float64 import FLOAT64
+from rcq_cli.certify.ladder import Budget, CertifiedStep
+from rcq_cli.kernels import _cpu_float64_blocks
 from rcq_cli.kernels._format import TierFormat
-from rcq_cli.modes import _compiled
+from rcq_cli.modes._compiled import CompiledStep, CompiledStore
 from rcq_cli.modes._tiered import TieredCounters, check_range
 from rcq_cli.modes.certified import CertifiedLayer
 from rcq_cli.protocols import Engagement, Geometry, Step
@@ -183,44 +183,59 @@ class PaperStep(CertifiedStep):
         """Return how far a coded score may be from the exact one before something must be corrupt."""
         return self.half_step * MARGIN + self.options.eps_guard
 
+    def chosen(self, coded: Tensor) -> Selection:
+        """Return the key blocks to promote, given the log masses `[Hkv, R, M + 1]` of the codes."""
+        return select(coded.softmax(-1), self.options)
+
+    def final_shares(self) -> Tensor:
+        """Return rho `[Hkv, R, M]`; all scores are final and all values read."""
+        self.final = self.masses()
+        return self.final[0].active()[..., :-1]
+
+    def order_failures(self, exact: Tensor, coded: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which heads fail the rank and the boundary check, given log masses `[Hkv, R, M + 1]`."""
+        known = self.exact_keys[:, None].expand_as(coded[..., :-1])
+        return order_failures(exact[..., :-1], coded[..., :-1], known, delta, self.options.ranks)
+
+    def judged(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output and our bounds on its errors of keys, values, dropping and rounding."""
+        output, _, bounds = self.evaluate()
+        return output, (bounds.key, bounds.value, bounds.dropped, bounds.rounding)
+
     def run_paper(self, value_norm: Tensor) -> Step:
         """Run the policy; `value_norm` `[Hkv]` is the largest norm of a value, open tail included."""
         if not self.finite:
             return self._finish(None)
         self._weigh()
         coded = self.peak + self.mass.log()
-        selection = select(coded.softmax(-1), self.options)
+        selection = self.chosen(coded)
         self.promote_keys(selection.chosen.any(1) | self.pinned)
         self._read_values(torch.ones_like(self.read))
-        self.final = self.masses()
-        rho = self.final[0].active()[..., :-1]
-        eta = self.notes.eta[:, None, :-1]
-        wanted = values_to_promote(torch.where(self.exact_values[:, None], 0.0, rho * eta), self.options)
+        error = self._inexact(self.final_shares() * self.notes.eta[:, None, :-1])
+        wanted = values_to_promote(error, self.options)
         self.promote_values(wanted.any(1))
         delta = self.half_step.amax(-1) if self.blocks else torch.zeros(self.query.shape[:2]).double()
-        exact = (self.peak + self.mass.log())[..., :-1]
-        known = self.exact_keys[:, None].expand_as(exact)
-        self.rank_failed, self.boundary_failed = order_failures(
-            exact, coded[..., :-1], known, delta, self.options.ranks
-        )
+        exact = self.peak + self.mass.log()
+        self.rank_failed, self.boundary_failed = self.order_failures(exact, coded, delta)
         rung = torch.where(wanted.any(-1), 2, torch.where(selection.expanded, 1, 0))
-        step = self._conclude(self.evaluate(), rung)
-        value_error = torch.where(self.exact_values[:, None], 0.0, rho * eta).sum(-1)
+        step = self._conclude(*self.judged(), rung)
         norm = value_norm[:, None].expand_as(delta)
         key_error = reported_key_error(norm, delta, selection.uncovered, self.options.inflate)
         reported = {
             "key_bound": key_error.flatten(),
-            "value_bound": value_error.flatten(),
+            "value_bound": self._inexact(error).sum(-1).flatten(),
             "delta": delta.flatten(),
             "uncovered": selection.uncovered.flatten(),
         }
         assert step.certificate is not None
         return Step(step.output, replace(step.certificate, reported=reported))
 
-    def _conclude(self, state: tuple[Tensor, Tensor, Bounds], rung: Tensor) -> Step:
+    def _inexact(self, error: Tensor) -> Tensor:
+        """Return what `[Hkv, R, M]` value errors are where values come from codes, else 0."""
+        return torch.where(self.exact_values[:, None], 0.0, error)
+
+    def _conclude(self, output: Tensor, parts: tuple[Tensor, ...], rung: Tensor) -> Step:
         """Recompute the heads whose order check failed, or the layer when a score check did."""
-        output, _, bounds = state
-        parts: tuple[Tensor, ...] = (bounds.key, bounds.value, bounds.dropped, bounds.rounding)
         exact = self.rank_failed | self.boundary_failed
         if self.broken:
             output, parts, exact = *self._whole_layer(), torch.ones_like(exact)
@@ -231,8 +246,27 @@ class PaperStep(CertifiedStep):
         return self._step(output, parts, exact, rung)
 
 
-class CompiledPaperStep(PaperStep, _compiled.CompiledStep):
+class CompiledPaperStep(PaperStep, CompiledStep):
     """The same step with compiled pieces."""
+
+    def chosen(self, coded: Tensor) -> Selection:
+        """Return the key blocks to promote, given the log masses `[Hkv, R, M + 1]` of the codes."""
+        o = self.options
+        found = _cpu_float64_blocks.choose(coded, o.tau, o.k_min, o.k_max, EXPANSION_MASS)
+        return Selection(*found)
+
+    def final_shares(self) -> Tensor:
+        """Return rho `[Hkv, R, M]`; all scores are final and all values read."""
+        self.weights_of_blocks = self.weighed()
+        return self.weights_of_blocks.log_weight[..., :-1].exp()
+
+    def order_failures(self, exact: Tensor, coded: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which heads fail the rank and the boundary check, given log masses `[Hkv, R, M + 1]`."""
+        return _cpu_float64_blocks.order_failures(exact, coded, self.exact_keys, delta, self.options.ranks)
+
+    def judged(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output and our bounds on its errors of keys, values, dropping and rounding."""
+        return self.bounded(self.weights_of_blocks, self.average(self.weights_of_blocks))
 
 
 class PaperLayer(CertifiedLayer):
@@ -244,7 +278,7 @@ class PaperLayer(CertifiedLayer):
         self.cache = TieredStore(geometry, FORMAT, backend)
         if backend.name == "cpu":
             self.step = CompiledPaperStep
-            self.cache = _compiled.CompiledStore(geometry, FORMAT, FLOAT64)
+            self.cache = CompiledStore(geometry, FORMAT, backend)
         self.counters = TieredCounters(self.cache)
         self.scratch_bytes = 0
         self.generator = torch.Generator().manual_seed(20868)
