@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, ROUNDOFF
-from rcq_cli.kernels._cpu_state import BUCKETS, Line, Shape, Slot
+from rcq_cli.kernels._cpu_state import BUCKETS, TABLE, Line, Shape, Slot
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
+    ahead,
     bits,
     divide,
     exponential,
     fma,
     highest,
     larger,
+    least_split,
     load,
     loose,
     mul,
@@ -236,44 +238,53 @@ def count_ones(marks: Any, blocks: int) -> int:
 def spread(line: Line, width: int, bucket: Any, table: Any) -> None:
     """Sort blocks into buckets by cost, highest first, and sum cost, energy and move.
 
-    Afterwards row j of the table holds the cost before bucket j and energy and move from bucket j on, each
-    summed from its own end: total minus prefix could go negative.
+    Afterwards entry j of the table's rows holds the cost before bucket j, and energy and move from bucket j
+    on, each summed from its own end: total minus prefix could go negative.
     """
-    for j in range(3 * (BUCKETS + 1)):
-        table[j] = 0.0
+    costs, energies, moves = rows_of(table)
+    for j in range(TABLE):
+        costs[j] = energies[j] = moves[j] = 0.0
     top = np.int32(0)
     for b in range(width):
         top = max(top, bits(line.cost[b]))
     for b in range(width):
         j = min(max((top - bits(line.cost[b])) >> 20, 0), BUCKETS - 1)
         bucket[b] = np.uint8(j)
-        table[3 * j] += np.float64(line.cost[b])
-        table[3 * j + 1] += np.float64(line.energy[b])
-        table[3 * j + 2] += np.float64(line.move[b])
+        costs[j] += np.float64(line.cost[b])
+        energies[j] += np.float64(line.energy[b])
+        moves[j] += np.float64(line.move[b])
     # what underflow of a square may have lost
-    table[3 * BUCKETS - 2] += width * 1.3e-35
-    before = 0.0
+    energies[BUCKETS - 1] += width * 1.3e-35
+    before, energy, move = 0.0, 0.0, 0.0
     for j in range(BUCKETS + 1):
-        here = table[3 * j]
-        table[3 * j] = before
+        here, k = costs[j], BUCKETS - j
+        energy, move = energy + energies[k], move + moves[k]
+        costs[j], energies[k], moves[k] = before, energy, move
         before += here
-    for j in range(BUCKETS - 1, -1, -1):
-        table[3 * j + 1] += table[3 * j + 4]
-        table[3 * j + 2] += table[3 * j + 5]
+    for j in range(BUCKETS + 1, TABLE):
+        costs[j] = np.inf  # no split
+
+
+@plain
+def rows_of(table: Any) -> tuple[Any, Any, Any]:
+    """Return the rows of a table: cost, energy, move."""
+    return table, ahead(table, TABLE), ahead(table, 2 * TABLE)
 
 
 @plain
 def split_at(table: Any, j: int, spectrum: float, away: float) -> float:
     """Return the bound with the triangle inequality before bucket `j` and the spectral norm from it on."""
-    return table[3 * j] + np.sqrt(spectrum * table[3 * j + 1] * MARGIN) + away * table[3 * j + 2]
+    costs, energies, moves = rows_of(table)
+    return costs[j] + np.sqrt(spectrum * MARGIN * energies[j]) + away * moves[j]
 
 
 @plain
 def best_split(table: Any, spectrum: float, away: float) -> float:
     """Return the smallest split."""
+    costs, energies, moves = rows_of(table)
     least = np.inf
-    for j in range(BUCKETS + 1):
-        least = min(least, split_at(table, j, spectrum, away))
+    for j in range(0, TABLE, LANES):
+        least = min(least, least_split(costs, energies, moves, j, spectrum * MARGIN, away))
     return least * MARGIN
 
 
@@ -292,7 +303,7 @@ def blocks_to_drop(table: Any, spectrum: float, away: float, target: float) -> C
     least, with_it = np.inf, 0.0
     for j in range(BUCKETS, -1, -1):
         least = min(least, split_at(table, j, spectrum, away))
-        bound = (least - table[3 * j]) * MARGIN
+        bound = (least - table[j]) * MARGIN
         if not bound <= target:
             # between this bucket's first and last block; the spectral part falls slower than in proportion
             share = (bound - target) / (bound - with_it) if bound < np.inf and bound > with_it else 1.0

@@ -128,21 +128,21 @@ def _exact_values(read: Any, item_size: int) -> Any:
     @plain
     def gather(shape: Shape, source: Any, at: int, tokens: int, item: Item) -> None:
         """Add the weighted originals at byte `at`; a number is `item_size` bytes, read by `read`."""
-        dim, weights, gathered, rows = shape.dim, item.floats, item.gathered, item.rows
+        dim, weights, gathered, rows, pad = shape.dim, item.floats, item.gathered, item.rows, shape.padded
         row, step, c = dim * item_size, LANES * item_size, 0
         while c + 2 * LANES <= dim:  # two vectors share a weight once it is in all lanes
             one = two = three = four = splat(np.float32(0))
             five = six = seven = eight = one
             for t in range(tokens):
-                here, w = at + t * row + c * item_size, TEAM * t
+                here = at + t * row + c * item_size
                 x, y = read(source, here), read(source, here + step)
-                weight = splat(weights[w])
+                weight = splat(weights[t])
                 one, two = fma(weight, x, one), fma(weight, y, two)
-                weight = splat(weights[w + 1])
+                weight = splat(weights[t + pad])
                 three, four = fma(weight, x, three), fma(weight, y, four)
-                weight = splat(weights[w + 2])
+                weight = splat(weights[t + 2 * pad])
                 five, six = fma(weight, x, five), fma(weight, y, six)
-                weight = splat(weights[w + 3])
+                weight = splat(weights[t + 3 * pad])
                 seven, eight = fma(weight, x, seven), fma(weight, y, eight)
             place = c + LANES
             accumulate(gathered, rows[0] * dim + c, one)
@@ -159,7 +159,7 @@ def _exact_values(read: Any, item_size: int) -> Any:
                 one = splat(np.float32(0))
                 for t in range(tokens):
                     x = read(source, at + t * row + c * item_size)
-                    one = fma(splat(weights[TEAM * t + i]), x, one)
+                    one = fma(splat(weights[i * pad + t]), x, one)
                 accumulate(gathered, rows[i] * dim + c, one)
             c += LANES
 
@@ -179,8 +179,9 @@ def gather_exact(
         r = rows[i] if i < count else rows[0]
         rows[i] = r
         factor = line_of(turn, slot, r).factor[b] if i < count else np.float32(0)
-        for t in range(tokens):
-            floats[TEAM * t + i] = slot.weights[(b * shape.rows + r) * shape.padded + t] * factor
+        for t in range(0, shape.padded, LANES):
+            weight = load(slot.weights, (b * shape.rows + r) * shape.padded + t)
+            store(floats, i * shape.padded + t, mul(weight, splat(np.float32(factor))))
     if shape.kind == 0:
         _values_single(shape, source, at, tokens, item)
     elif shape.kind == 1:

@@ -16,6 +16,7 @@ from rcq_cli.kernels._cpu_bounds import (
     normalise,
     only_kept,
     rounding_bound,
+    rows_of,
     skip_terms,
     spread,
     value_terms,
@@ -54,6 +55,7 @@ from rcq_cli.kernels._cpu_state import (
     Slot,
     Store,
     Turn,
+    lambda_of,
     line_of,
     used_width,
 )
@@ -132,7 +134,8 @@ def guess(
     Expects `spread` of the value terms, whose `move` counts blocks.
     """
     line, row, dim, cut = line_of(turn, slot, r), h * shape.rows + r, shape.dim, 0
-    while cut < BUCKETS and slot.table[2] - slot.table[3 * cut + 5] <= GLANCE:
+    _, _, counts = rows_of(slot.table)
+    while cut < BUCKETS and counts[0] - counts[cut + 1] <= GLANCE:
         cut += 1
     for c in range(shape.rows * dim):
         item.sums[c] = 0.0
@@ -193,7 +196,7 @@ def choose_values(
     if first:
         guess(shape, turn, tiers, item, slot, h, r, weight)
     plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
-    spectrum, tokens = tiers.spectra[shape.heads + h], turn.blocks * shape.block + turn.tail
+    spectrum, tokens = lambda_of(shape, tiers.residual_parts, h), turn.blocks * shape.block + turn.tail
     plan[PLAN_LEFT] = plan[PLAN_LIMIT] - rounding_bound(shape, sums, plan[PLAN_NORM], weight, tokens)
     plan[PLAN_VALUE] = best_split(slot.table, spectrum, 0.0)
     if not turn.rounds or plan[PLAN_VALUE] <= VALUE_PART * plan[PLAN_LEFT]:
@@ -214,15 +217,15 @@ def choose_values(
 @plain
 def skip_blocks(line: Line, slot: Slot, blocks: int, allowance: float) -> float:
     """Skip the values of blocks that together cost at most `allowance`; return what they cost."""
-    table, cut = slot.table, BUCKETS
+    costs, cut = slot.table, BUCKETS
     for j in range(BUCKETS - 1, -1, -1):
-        if not table[3 * BUCKETS] - table[3 * j] <= allowance:
+        if not costs[BUCKETS] - costs[j] <= allowance:
             break
         cut = j
     for b in range(blocks):
         if slot.bucket[b] >= cut and line.key_coded[b] > 0 and line.value_coded[b] > 0:
             line.keep[b] = np.float32(0)
-    return table[3 * BUCKETS] - table[3 * cut]
+    return costs[BUCKETS] - costs[cut]
 
 
 @plain
@@ -232,12 +235,12 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     `promoted` says that values were promoted after the rows looked at theirs.
     """
     row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
-    plan, spectrum = ahead(tiers.plans, row * PLANS), tiers.spectra[h]
+    plan, spectrum = ahead(tiers.plans, row * PLANS), lambda_of(shape, tiers.value_parts, h)
     weight, away = kept_weight(line, width), plan[PLAN_AWAY]
     if promoted:  # by any row: this one reads the originals too
         value_terms(line, slot, width, weight, 0.0)
         spread(line, width, slot.bucket, slot.table)
-        plan[PLAN_VALUE] = best_split(slot.table, tiers.spectra[shape.heads + h], 0.0)
+        plan[PLAN_VALUE] = best_split(slot.table, lambda_of(shape, tiers.residual_parts, h), 0.0)
     left = plan[PLAN_LEFT] - plan[PLAN_VALUE]
     if turn.skip:
         allowance = max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART
@@ -380,12 +383,19 @@ def judge(
     value_sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
     rounding = rounding_bound(shape, value_sums, plan[PLAN_NORM], weight, tokens) + stored.error
     spread(line, width, slot.bucket, table)
-    value = best_split(table, tiers.spectra[shape.heads + h], 0.0)
+    value = best_split(table, lambda_of(shape, tiers.residual_parts, h), 0.0)
     away = (plan[PLAN_AWAY] + value + rounding) * MARGIN
     sums = key_terms(line, slot, width, weight, away, shape.block)
     spread(line, width, slot.bucket, table)
     joint = joint_bound(
-        line, width, weight, sums, table, tiers.spectra[h], away, largest_of(slot.radius, width)
+        line,
+        width,
+        weight,
+        sums,
+        table,
+        lambda_of(shape, tiers.value_parts, h),
+        away,
+        largest_of(slot.radius, width),
     )
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)
     plan[PLAN_NORM] = stored.norm

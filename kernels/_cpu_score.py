@@ -19,8 +19,10 @@ from rcq_cli.kernels._cpu_vector import (
     load_bfloat,
     load_half,
     load_int,
+    pick_less,
     plain,
     prefetch,
+    size,
     splat,
     store,
     store_sums,
@@ -198,7 +200,7 @@ def score_block(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, 
     for first in range(0, shape.rows, TEAM):
         to = (b * shape.rows + first) * padded
         code_scores(shape, tiers, at, item, h * shape.rows + first, slot.weights, to)
-        for i in range(min(TEAM, shape.rows)):
+        for i in range(min(TEAM, shape.group - first)):
             row, line = h * shape.rows + first + i, line_of(turn, slot, first + i)
             delta = coded_delta(
                 shape, tiers, item.floats, i, row, np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
@@ -275,12 +277,14 @@ def exact_scores(
         _exact_bfloat(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
     else:
         _exact_half(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
-    largest = np.float32(0)
-    for r in range(low, high):
-        for t in range(to + r * shape.padded, to + r * shape.padded + tokens):
-            # a NaN stays: no comparison with it holds
-            largest = largest if abs(scores[t]) <= largest else abs(scores[t])
-    return largest < np.float32(1e37)
+    bad, top = splat(np.float32(0)), splat(np.float32(1e37))
+    zero, one = bad, splat(np.float32(1))
+    for r in range(to + low * shape.padded, to + high * shape.padded, shape.padded):
+        for t in range(r + tokens, r + shape.padded):
+            scores[t] = np.float32(0)
+        for t in range(r, r + shape.padded, LANES):  # NaN is not below anything
+            bad = larger(bad, pick_less(size(load(scores, t)), top, zero, one))
+    return highest(bad) == 0
 
 
 @plain

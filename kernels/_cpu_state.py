@@ -1,6 +1,5 @@
 """What the CPU kernels are given: sizes, and pointers to the store, the scratch and the answer."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,8 +108,10 @@ class Store(NamedTuple):
     """Bytes of `[2, Hkv, S, D]`."""
     centre: Any
     """float64 `[Hkv, D]`"""
-    spectra: Any
-    """float64 `[2, Hkv]`: lambda_V, lambda_E."""
+    value_parts: Any
+    """float64 `[2, Hkv]`: two numbers whose sum is lambda_V,"""
+    residual_parts: Any
+    """and lambda_E."""
     source: Any
     """Bytes of the query `[Hq, D]`."""
     output: Any
@@ -161,7 +162,7 @@ class Slot(NamedTuple):
     reads: Any
     """uint8 over the rows to do: bit 0 values are read from codes, bit 1 from the originals (or the tail)."""
     table: Any
-    """float64 `[BUCKETS + 1, 3]`"""
+    """float64 `[3, TABLE]`"""
 
 
 class Item(NamedTuple):
@@ -225,30 +226,57 @@ KEY_WANTED, VALUE_WANTED = 1, 2
 ) = range(13)  # fmt: skip
 APART = 64
 """Numbers between what two threads write: never one cache line, nor the pair fetched with it."""
-BUCKETS = 192
+BUCKETS = 128
 """Classes of a contribution, eight an octave; the last holds everything smaller."""
-ADDRESSES = (*Store._fields, "weights", "stats", "notes", "flags", "marks", "tables")
-ADDRESSES += ("floats", "ints", "pads", "gathered", "sums", "picks", "factors", "residuals")
-"""Arrays a kernel is given, in this order."""
-
-
-def pack(shape: Shape, turn: Turn, limits: Limits, addresses: Sequence[int]) -> np.ndarray:
-    """Return all that a kernel is given as one int64 array; the kernel receives its address."""
-    call = np.array((*shape, *turn, *(0,) * len(limits), *addresses), np.int64)
-    first = len(shape) + len(turn)
-    call[first : first + len(limits)].view(np.float64)[:] = limits
-    return call
-
-
+TABLE = BUCKETS + 16
+"""Sums per class and what lies behind the last one, in whole vectors."""
 _TURN, _LIMITS, _STORE = 13, 33, 37
 _SLOT = _STORE + len(Store._fields)
 _ITEM = _SLOT + 6
-_QUERY = Store._fields.index("query")
+_END = _ITEM + 8
+_QUERY = _STORE + Store._fields.index("query")
 assert (
     len(Shape._fields),
     len(Shape._fields) + len(Turn._fields),
     len(Shape._fields) + len(Turn._fields) + len(Limits._fields),
 ) == (_TURN, _LIMITS, _STORE)
+
+
+def _words(first: str, last: str, fields: tuple[str, ...], start: int) -> slice:
+    return slice(start + fields.index(first), start + fields.index(last) + 1)
+
+
+COUNTS = _words("blocks", "tail", Turn._fields, _TURN)
+PITCHES = _words("key_pitch", "original_pitch", Turn._fields, _TURN)
+STEP = _words("count", "rounds", Turn._fields, _TURN)
+ROOM = _words("width", "gather_row", Turn._fields, _TURN)
+TIERS = _words("keys", "residual_parts", Store._fields, _STORE)
+ORIGINALS = _words("original_keys", "original_values", Store._fields, _STORE)
+ANSWER = _words("source", "fields", Store._fields, _STORE)
+SCRATCH = slice(_QUERY, _END - 1)
+"""Parts of a call. Scratch: what is not divided, then weights, stats, notes, flags, marks and tables of
+slots, then floats, ints, pads, gathered, sums, picks and factors of items."""
+RECENT, RESIDUALS = _QUERY, _END - 1
+"""Where appending is given the recent Gram matrices, and sealing where V - V' goes."""
+
+
+class Call:
+    """All that a kernel is given: int64 words, written in place from step to step.
+
+    A kernel receives `address`, which stays the same; float64 knobs share the words.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.words = np.zeros(_END, np.int64)
+        self.words[: len(shape)] = shape
+        self.limits = self.words[_LIMITS:_STORE].view(np.float64)
+        self.address: int = self.words.ctypes.data
+
+    def copy(self) -> "Call":
+        """Return a call of its own with the same words."""
+        twin = Call(Shape(*self.words[:_TURN].tolist()))
+        twin.words[:] = self.words
+        return twin
 
 
 @plain
@@ -283,9 +311,10 @@ def store_at(call: Any) -> Store:
     a = ahead(call, _STORE)
     return Store(
         bytes_at(a[0]), bytes_at(a[1]), shorts_at(a[2]), bytes_at(a[3]), doubles_at(a[4]), longs_at(a[5]),
-        bytes_at(a[6]), bytes_at(a[7]), bytes_at(a[8]), doubles_at(a[9]), doubles_at(a[10]), bytes_at(a[11]),
-        bytes_at(a[12]), doubles_at(a[13]), floats_at(a[14]), doubles_at(a[15]), bytes_at(a[16]),
-        bytes_at(a[17]), doubles_at(a[18]), doubles_at(a[19]), longs_at(a[20]),
+        bytes_at(a[6]), bytes_at(a[7]), bytes_at(a[8]), doubles_at(a[9]), doubles_at(a[10]),
+        doubles_at(a[11]), bytes_at(a[12]), bytes_at(a[13]), doubles_at(a[14]), floats_at(a[15]),
+        doubles_at(a[16]), bytes_at(a[17]), bytes_at(a[18]), doubles_at(a[19]), doubles_at(a[20]),
+        longs_at(a[21]),
     )  # fmt: skip
 
 
@@ -310,7 +339,7 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
         ahead(marks, width),
         ahead(marks, 2 * width),
         ahead(marks, 3 * width),
-        ahead(doubles_at(a[5]), index * (BUCKETS + 1) * 3),
+        ahead(doubles_at(a[5]), index * 3 * TABLE),
     )
 
 
@@ -332,15 +361,21 @@ def item_at(shape: Shape, turn: Turn, call: Any, index: int) -> Item:
 
 
 @plain
+def lambda_of(shape: Shape, parts: Any, h: int) -> float:
+    """Return the spectral bound of KV head `h`, the sum of its two parts."""
+    return parts[h] + parts[shape.heads + h]
+
+
+@plain
 def recent_at(call: Any) -> Any:
     """Return where appending keeps the recent Gram matrices: float64 `[Hkv, D, D]`, in place of `query`."""
-    return doubles_at(ahead(call, _STORE + _QUERY)[0])
+    return doubles_at(ahead(call, RECENT)[0])
 
 
 @plain
 def residuals_at(call: Any) -> Any:
     """Return where sealing writes V - V': float64 `[Hkv, count * S, D]`."""
-    return doubles_at(ahead(call, _ITEM)[7])
+    return doubles_at(ahead(call, RESIDUALS)[0])
 
 
 @plain

@@ -325,6 +325,27 @@ def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
 
 
 @intrinsic
+def least_split(typing: Any, first: Any, second: Any, third: Any, index: Any, inner: Any, outer: Any) -> Any:
+    """Return the smallest x + sqrt(inner * y) + outer * z over LANES entries of three rows of doubles.
+
+    NaN counts as infinite.
+    """
+    wide = ir.VectorType(_f64, LANES)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, y, z = (builder.load(address(builder, row, values[3], wide), align=8) for row in values[:3])
+        inner_, outer_ = (splat_of(builder, value) for value in values[4:])
+        root = call(builder, f"llvm.sqrt.v{LANES}f64", wide, builder.fmul(inner_, y))
+        bound = builder.fadd(builder.fadd(x, root), builder.fmul(outer_, z))
+        infinite = ir.Constant(wide, [float("inf")] * LANES)
+        bound = builder.select(builder.fcmp_ordered("<", bound, infinite), bound, infinite)
+        return call(builder, f"llvm.vector.reduce.fmin.v{LANES}f64", _f64, bound, fast=("nnan",))
+
+    f64 = types.float64
+    return f64(first, second, third, i64, f64, f64), code
+
+
+@intrinsic
 def store_sums(
     typing: Any, pointer: Any, index: Any, stride: Any, one: Any, two: Any, three: Any, four: Any
 ) -> Any:

@@ -4,24 +4,24 @@ One byte record of keys and one of values per block.
 """
 
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rcq_cli.cache.device import DeviceStore
 from rcq_cli.cache.slab import Slab
 from rcq_cli.cache.tiers import TieredStore, refuse_changed
+from rcq_cli.kernels import _cpu_state as state
 from rcq_cli.kernels import cpu
 from rcq_cli.kernels._cpu_integer import TEAM, TILE
-from rcq_cli.kernels._cpu_state import ADDRESSES, Limits, Shape, Turn, pack
+from rcq_cli.kernels._cpu_state import Shape
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels.reference import Blocks
 from rcq_cli.protocols import Geometry, LayerBytes
 
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
-NO_LIMITS = Limits(0.0, 0.0, 0.0, 0.0)
 _CHUNK_ELEMENTS = 2**21
 
 
@@ -44,7 +44,7 @@ class PackedStore(TieredStore):
         }
         self.annotations = Slab(heads, (6,), torch.float16)
         self.checks = Slab(heads, (4,), torch.int64)
-        self._spectra = np.zeros((2, heads))
+        self._call, self._given = state.Call(self.shape), list[Tensor]()
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -61,11 +61,10 @@ class PackedStore(TieredStore):
     def _append(self, key: Tensor, value: Tensor) -> None:
         for slab in self.originals or ():
             slab.make_room(1)
-        addresses, spectrum = self.addresses(), self.value_spectrum
-        rows = [t.data_ptr() for t in (key, value, spectrum.parts, spectrum.recent)]
-        unused = [0] * (len(ADDRESSES) - len(addresses) - len(rows))
-        call = pack(self.shape, self.turn(), NO_LIMITS, addresses + rows + unused)
-        due = cpu.compiled(cpu.append_piece).ctypes(call.ctypes.data, 0, self.shape.heads, self.tokens)
+        call, spectrum = self.call(), self.value_spectrum
+        call.words[state.ANSWER] = key.data_ptr(), value.data_ptr(), spectrum.parts.data_ptr()
+        call.words[state.RECENT] = spectrum.recent.data_ptr()
+        due = cpu.compiled(cpu.append_piece).ctypes(call.address, 0, self.shape.heads, self.tokens)
         for slab in self.originals or ():
             slab.length += 1
         self.tail_tokens, self.tokens = self.tail_tokens + 1, self.tokens + 1
@@ -93,14 +92,12 @@ class PackedStore(TieredStore):
         if pair[0].stride(0) != pair[1].stride(0):
             pair = [t.contiguous() for t in pair]
         residuals = torch.empty(keys.shape, dtype=torch.float64)
-        addresses = self.addresses()
-        addresses[6:8] = (t.data_ptr() for t in pair)
-        unused = [0] * (len(ADDRESSES) - len(addresses) - 1)
-        turn = self.turn()._replace(original_pitch=pair[0].stride(0) * pair[0].element_size())
-        call = pack(self.shape, turn, NO_LIMITS, (*addresses, *unused, residuals.data_ptr()))
-        heads = self.shape.heads
+        call = self.call().copy()
+        call.words[state.ORIGINALS] = [t.data_ptr() for t in pair]
+        call.words[state.PITCHES][-1] = pair[0].stride(0) * pair[0].element_size()
+        call.words[state.RESIDUALS] = residuals.data_ptr()
         cpu.share_threads()
-        cpu.run(cpu.compiled(cpu.seal_piece).address, call.ctypes.data, 0, heads * count, count)
+        cpu.run(cpu.compiled(cpu.seal_piece).address, call.address, 0, self.shape.heads * count, count)
         for slab in self._slabs():
             slab.length += count
         self.coded_elems += keys.numel() + values.numel()
@@ -112,23 +109,28 @@ class PackedStore(TieredStore):
 
     # -- what kernels are given -----------------------------------------------------------------------------
 
-    def turn(self) -> Turn:
-        """Return counts and pitches; a step fills in the rest."""
-        pitches = [slab.data.stride(0) for slab in self._slabs()]
-        if self.originals is None:
-            pitches += [0, 0]
-        else:
-            pitches.append(self.originals[0].data.stride(0) * self.tail.element_size())
-        return Turn(self.block_count, self.tail_tokens, *pitches, *(0,) * 11)
-
-    def addresses(self) -> list[int]:
-        """Return the addresses of the store, in the order of `ADDRESSES`; valid until the store changes."""
+    def call(self) -> state.Call:
+        """Return what kernels are given of this store; valid until the store changes."""
+        slabs, originals = self._slabs(), self.originals or ()
         assert self.centre is not None
-        for row, bound in zip(self._spectra, (self.value_spectrum, self.residual_spectrum), strict=True):
-            np.add(*bound.parts.numpy(), out=row)
-        held = [slab.data for slab in (*self._slabs(), *(self.originals or ()))]
-        held += [self.tail] * (8 - len(held))  # mode naive has neither checks nor originals
-        return [*(t.data_ptr() for t in (*held, self.tail, self.centre)), self._spectra.ctypes.data]
+        spectra = (self.value_spectrum.parts, self.residual_spectrum.parts)
+        given = [*(slab.data for slab in (*slabs, *originals)), self.tail, self.centre, *spectra]
+        if len(given) != len(self._given) or not all(map(is_, given, self._given)):
+            self._place(given)
+        self._call.words[state.COUNTS] = self.block_count, self.tail_tokens
+        return self._call
+
+    def _place(self, given: list[Tensor]) -> None:
+        """Write where things are, after a slab grew or a fork took over."""
+        words, self._given = self._call.words, given
+        held, others = given[:-4], given[-4:]
+        pitches = [data.stride(0) for data in held[:6]]
+        if self.originals is None:  # mode naive has neither checks nor originals
+            pitches, held = [*pitches[:5], 0, 0], held + [self.tail] * 3
+        else:
+            pitches.append(held[6].stride(0) * self.tail.element_size())
+        words[state.PITCHES] = pitches
+        words[state.TIERS] = [t.data_ptr() for t in (*held, *others)]
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -197,19 +199,15 @@ class PackedStore(TieredStore):
         return differs[:, parts[0] : parts[1] + 1].any(1)
 
     def _count_changed(self, head: int, part: int) -> int:
-        addresses = self.addresses()
-        call = pack(self.shape, self.turn(), NO_LIMITS, addresses + [0] * (len(ADDRESSES) - len(addresses)))
         piece = cpu.compiled(cpu.check_piece).address
         cpu.share_threads()
-        return int(cpu.run(piece, call.ctypes.data, 4 * head + part, self.block_count, 0))
+        return int(cpu.run(piece, self.call().address, 4 * head + part, self.block_count, 0))
 
     def _prints(self, heads: Tensor, blocks: Tensor) -> Tensor:
-        addresses = self.addresses()
-        call = pack(self.shape, self.turn(), NO_LIMITS, addresses + [0] * (len(ADDRESSES) - len(addresses)))
-        piece = cpu.compiled(cpu.print_piece).ctypes
+        piece, address = cpu.compiled(cpu.print_piece).ctypes, self.call().address
         pairs = zip(heads.tolist(), blocks.tolist(), strict=True)
         return torch.tensor(
-            [[piece(call.ctypes.data, part, b, h) for part in range(4)] for h, b in pairs], dtype=torch.int64
+            [[piece(address, part, b, h) for part in range(4)] for h, b in pairs], dtype=torch.int64
         ).reshape(-1, 4)
 
     def bytes(self, scratch: int = 0) -> LayerBytes:

@@ -1,11 +1,14 @@
 """A tensor that grows along its second dimension."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
+
+LINE = 64
+"""Bytes of a cache line."""
 
 
 def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -15,8 +18,18 @@ def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if like.device.type != "cpu":
         return like.new_empty(shape)
-    raw = torch.from_numpy(np.empty(prod(shape) * like.element_size(), np.uint8))
+    raw = torch.from_numpy(aligned(np.empty, prod(shape) * like.element_size()))
     return raw.view(like.dtype).view(shape)
+
+
+def aligned(make: Callable[[int, type], np.ndarray], count: int) -> np.ndarray:
+    """Return `count` bytes that `make` allocates, from the start of a cache line on.
+
+    NumPy starts 16 bytes into one, where every other vector crosses into the next.
+    """
+    raw = make(count + LINE, np.uint8)
+    skip = -raw.ctypes.data % LINE
+    return raw[skip : skip + count]
 
 
 class Slab:

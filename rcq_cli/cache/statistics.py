@@ -154,6 +154,7 @@ def covers(given: Sequence[Needs], wanted: Needs) -> bool:
         (not wanted.column_sums or any(need.column_sums for need in given))
         and max((need.last_rows for need in given), default=0) >= wanted.last_rows
         and (not wanted.probe_share or (wanted.probe_share, wanted.probe_seed) in probes)
+        and (not wanted.rotation or any(need.rotation for need in given))
     )
 
 

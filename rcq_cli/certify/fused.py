@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.packed import PackedStore
+from rcq_cli.cache.slab import aligned
 from rcq_cli.certify.exact import as_groups, exact_attention, store
 from rcq_cli.certify.ladder import Budget
 from rcq_cli.kernels import _cpu_state as state
 from rcq_cli.kernels import cpu
 from rcq_cli.kernels._cpu_integer import TEAM
-from rcq_cli.kernels._cpu_state import Limits
 from rcq_cli.kernels._cpu_vector import LANES
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.phases import covers, heard, phase, phased
@@ -103,21 +103,20 @@ class FusedStep:
         used = fields[state.KEYS_USED : state.SKIPPED + 1].astype(np.int32)
         if exact.any():
             used[:2, exact], used[2, exact] = blocks, 0
-        key, value, dropped, rounding = fields[: state.ROUNDING_BOUND + 1]
-        keys_used, values_used, skipped = used
-        as_tensor = torch.from_numpy
+        key, value, dropped, rounding, norm = torch.from_numpy(fields[: state.NORM + 1]).unbind()
+        keys_used, values_used, skipped = torch.from_numpy(used).unbind()
         return Certificate(
-            key_bound=as_tensor(key),
-            value_bound=as_tensor(value),
-            dropped_bound=as_tensor(dropped),
-            rounding_bound=as_tensor(rounding),
-            total_bound=as_tensor(key + value + dropped + rounding),
-            output_norm=as_tensor(fields[state.NORM]),
-            exact=as_tensor(exact),
-            rung=as_tensor(fields[state.RUNG].astype(np.int8)),
-            promoted_key_blocks=as_tensor(keys_used),
-            promoted_value_blocks=as_tensor(values_used),
-            skipped_value_blocks=as_tensor(skipped),
+            key_bound=key,
+            value_bound=value,
+            dropped_bound=dropped,
+            rounding_bound=rounding,
+            total_bound=torch.from_numpy(fields[0] + fields[1] + fields[2] + fields[3]),
+            output_norm=norm,
+            exact=torch.from_numpy(exact),
+            rung=torch.from_numpy(fields[state.RUNG].astype(np.int8)),
+            promoted_key_blocks=keys_used,
+            promoted_value_blocks=values_used,
+            skipped_value_blocks=skipped,
             blocks=blocks,
             paged_bytes=int(fields[state.PAGED].sum()),
         )
@@ -159,15 +158,19 @@ def run_kernel(
     apart = ranges > 1 or heard()
     pieces = shape.heads if apart else min(threads, shape.heads)
     scratch = _scratch(shape, pieces, pieces * ranges, cache.block_count)
-    turn = cache.turn()._replace(count=count, threads=pieces, ranges=ranges, **scratch.rows)
-    limits = Limits(cache.geometry.scale, 0.0, 0.0, 0.0)
-    if budget is not None:
-        turn = turn._replace(certify=1, skip=int(budget.skip), rounds=budget.rounds)
-        limits = Limits(cache.geometry.scale, budget.eps, float(budget.denominator == "abs"), explore)
     output, fields = torch.empty_like(query), np.zeros((state.FIELDS, len(query)))
-    answer = (query.data_ptr(), output.data_ptr(), fields.ctypes.data)
-    call = state.pack(shape, turn, limits, (*cache.addresses(), *answer, *scratch.addresses, 0))
-    piece, address = cpu.compiled(cpu.step_piece).address, call.ctypes.data
+    call, rounds, scale = cache.call(), 0, cache.geometry.scale
+    words, piece = call.words, cpu.compiled(cpu.step_piece).address
+    words[state.ANSWER] = query.data_ptr(), output.data_ptr(), fields.ctypes.data
+    words[state.ROOM], words[state.SCRATCH] = scratch.room, scratch.addresses
+    if budget is None:
+        words[state.STEP] = count, pieces, ranges, 0, 0, 0
+        call.limits[:] = scale, 0.0, 0.0, 0.0
+    else:
+        rounds = budget.rounds
+        words[state.STEP] = count, pieces, ranges, 1, budget.skip, rounds
+        call.limits[:] = scale, budget.eps, budget.denominator == "abs", explore
+    address = call.address
     if not apart:
         cpu.run(piece, address, cpu.WHOLE, pieces, 0)
         return output, fields, scratch
@@ -176,7 +179,7 @@ def run_kernel(
         cpu.run(piece, address, cpu.SCORE, pieces * ranges, 0)
     if budget is not None:  # a block is compared with its originals, where they lie, as soon as it is chosen
         covers("select", "rank_check", "page_in")
-    for number in range(max(1, turn.rounds)):
+    for number in range(max(1, rounds)):
         with phase("select"):
             cpu.run(piece, address, cpu.PLAN, pieces, number)
         with phase("attend"):
@@ -200,21 +203,20 @@ class Scratch:
         ints = max(team * (dim // 2 + padded), groups * team * padded // 2 + team * dim) + 64
         gather = rows * (dim + groups * lanes + lanes) + state.APART
         weights = (blocks + 1) * rows * padded + 64
-        self.rows = {
-            "width": width, "weight_row": weights, "float_row": floats, "int_row": ints, "gather_row": gather,
-        }  # fmt: skip
+        self.room = np.array((width, weights, floats, ints, gather))
+        """Lengths of rows: statistics, weights, floats, ints, accumulators."""
         f, d, u, i = np.float32, np.float64, np.uint8, np.int64
         sizes: tuple[tuple[int, Any], ...] = (
             (heads * dim, f), (2 * heads, d), (heads, u), (heads, u), (heads * state.PLANS, d),
             (heads * dim, d), (2 * shape.heads, i), (slots * weights, f),
             (slots * rows * state.STATS * width, f), (slots * state.NOTES * width, f),
             (slots * rows * width, u), (slots * state.MARKS * width, u),
-            (slots * 3 * (state.BUCKETS + 1), d), (items * floats, f), (items * ints, np.int32),
+            (slots * 3 * state.TABLE, d), (items * floats, f), (items * ints, np.int32),
             (items * (2 * rows * padded + 64), f), (items * gather, f),
             (items * (rows * dim + state.APART), d), (items * state.APART, i), (items * state.APART, f),
         )  # fmt: skip
-        self.arrays = [np.zeros(count, dtype) for count, dtype in sizes]
-        self.addresses = [array.ctypes.data for array in self.arrays]
+        self.arrays = [aligned(np.zeros, count * np.dtype(kind).itemsize).view(kind) for count, kind in sizes]
+        self.addresses = np.array([array.ctypes.data for array in self.arrays])
         self.faults = self.arrays[6].reshape(-1, 2)
         self.nbytes = sum(array.nbytes for array in self.arrays)
 

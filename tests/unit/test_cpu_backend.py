@@ -12,11 +12,9 @@ from torch import Tensor
 from rcq_cli import LayerCache
 from rcq_cli.api import MODES
 from rcq_cli.backends import choose_backend
-from rcq_cli.cache.packed import NO_LIMITS
 from rcq_cli.certify.fused import room_for
 from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels import cpu
-from rcq_cli.kernels._cpu_state import ADDRESSES, pack
 from rcq_cli.protocols import Geometry
 from tests.unit.exact_attention import truth
 
@@ -269,8 +267,8 @@ def test_codes_that_do_not_fit_the_originals_are_found_by_their_scores(tokens: i
     store = cache._state.cache
     store.blocks["keys"].data[0, 0, :2048] ^= 64  # all codes of the first block, which is always promoted
     piece = cpu.compiled(cpu.print_piece).ctypes
-    call = pack(store.shape, store.turn(), NO_LIMITS, [*store.addresses(), *[0] * 64][: len(ADDRESSES)])
-    store.checks.data[0, 0, 0] = piece(call.ctypes.data, 0, 0, 0)
+    call = store.call()
+    store.checks.data[0, 0, 0] = piece(call.address, 0, 0, 0)
     query = torch.randn(1, 64, generator=torch.Generator().manual_seed(8))
     assert cache.attend(query).certificate.rung.tolist() == [4]
     assert store.raw.rows[0].tolist() == [True] + [False] * (tokens // 32 - 1)
@@ -281,21 +279,21 @@ def test_a_change_of_any_word_changes_the_fingerprint() -> None:
     cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=32, backend="cpu")
     cache.prefill(k, v)
     store = cache._state.cache
-    call = pack(store.shape, store.turn(), NO_LIMITS, [*store.addresses(), *[0] * 64][: len(ADDRESSES)])
+    call = store.call()
     piece, seen = cpu.compiled(cpu.print_piece).ctypes, set()
     records = {0: store.blocks["keys"], 1: store.blocks["values"]}
     for part, record in records.items():
-        data_, before = record.data[1, 1], piece(call.ctypes.data, part, 1, 1)
+        data_, before = record.data[1, 1], piece(call.address, part, 1, 1)
         assert before == store.checks.data[1, 1, part]
         for byte in range(len(data_)):
             data_[byte] ^= 1 << byte % 8
-            seen.add(piece(call.ctypes.data, part, 1, 1))
+            seen.add(piece(call.address, part, 1, 1))
             data_[byte] ^= 1 << byte % 8
-        assert piece(call.ctypes.data, part, 1, 1) == before
+        assert piece(call.address, part, 1, 1) == before
         assert before not in seen
         order = torch.arange(len(data_)).unflatten(0, (-1, 4)).roll(1, 0).flatten()
         data_[:] = data_[order]  # the same words elsewhere
-        assert piece(call.ctypes.data, part, 1, 1) != before
+        assert piece(call.address, part, 1, 1) != before
     assert len(seen) == sum(record.data.shape[2] for record in records.values())
 
 
