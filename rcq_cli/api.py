@@ -13,7 +13,7 @@ from rcq_cli.backends import choose_backend
 from rcq_cli.cache.statistics import Collector, Statistics, needs_of
 from rcq_cli.errors import SpecError, UnsupportedHere
 from rcq_cli.options import parse_options
-from rcq_cli.protocols import Geometry, LayerBytes, Mode, Step
+from rcq_cli.protocols import Geometry, LayerBytes, Mode, Rotation, Step
 from rcq_cli.registry import Registry
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class LayerCache:
     `keys` and `values` are `[kv_heads, tokens, head_dim]` after RoPE, queries `[query_heads, head_dim]`. For
     mode `certified`, `||output - exact|| <= total_bound` on every rung, where `exact` is softmax attention
     in float64 on the stored keys and values. Wrong shapes, dtypes or non-finite input raise `SpecError`, and
-    nothing of a rejected call is stored. Further keywords are options of the mode.
+    nothing of a rejected call is stored. `rotation` says how positions turned the keys, for modes that move
+    them. Further keywords are options of the mode.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LayerCache:
         device: str = "cpu",
         backend: str = "auto",
         scale: float | None = None,
+        rotation: Rotation | None = None,
         **options: Any,
     ) -> None:
         entry = MODES.load(mode)
@@ -69,7 +71,9 @@ class LayerCache:
             )
         factor = _scale(scale, head_dim)
         place = _device(device)
-        self.geometry = Geometry(query_heads, kv_heads, head_dim, DTYPES[dtype], place, factor)
+        self.geometry = Geometry(
+            query_heads, kv_heads, head_dim, DTYPES[dtype], place, factor, None, rotation
+        )
         self.mode, self._certifies = entry.name, entry.certifies
         chosen: Any = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
         self._dtype = dtype

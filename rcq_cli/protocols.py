@@ -204,6 +204,16 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary positions of a layer: position p turns each pair of channels by p times its frequency."""
+
+    frequencies: tuple[float, ...]
+    """Radians per token of each pair; the first `2 * len(frequencies)` channels are turned, none if empty."""
+    interleaved: bool = False
+    """Whether neighbours are a pair; else channel i and channel `i + len(frequencies)`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """One attention layer."""
 
@@ -217,6 +227,8 @@ class Geometry:
     """Factor of the scores, `head_dim ** -0.5` unless the model says otherwise."""
     layer: int | None = None
     """Index of the layer in its model; None for a layer that stands alone."""
+    rotation: Rotation | None = None
+    """How positions turned its keys and queries; None where nobody asked or nobody knows."""
 
     @property
     def group(self) -> int:
@@ -237,6 +249,8 @@ class Needs:
     """Probability that each token received, summed over all rows of the prompt."""
     token_ids: bool = False
     """The ids of prompt and answer, as a `StageTracker` given to `follow` of each layer's state."""
+    rotation: bool = False
+    """`Geometry.rotation`; a model without rotary positions that can be moved is refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from rcq_cli.engine.hook import (
     managed_layers,
 )
 from rcq_cli.engine.recorder import StepRecorder
+from rcq_cli.engine.rotations import rotations
 from rcq_cli.engine.scoring import Reference, TargetScores, prompt_nll
 from rcq_cli.engine.turns import watching_turns
 from rcq_cli.errors import BrokenRun, UnsupportedHere
@@ -95,6 +96,8 @@ class Engine:
         """
         asked = (needs_of(mode, options) for mode, options in modes)
         needs = tuple(need for need in asked if need is not None)
+        if any(need.rotation for need in needs) and not self.hook.rotations:
+            self.hook.rotations = rotations(self.model)
         cache = make_cache(self.model, len(ids))
         tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.model.device)
         self.hook.on_prefilled = ignore
@@ -138,7 +141,8 @@ class Engine:
             else:
                 completion = self._greedy(prefill, sample, steps)
         done = self._decoded(mode, prefill, steps, completion, selection_ns)
-        if needs_of(mode, options) in (None, Needs()):
+        need = needs_of(mode, options)
+        if need is None or replace(need, rotation=False) == Needs():
             return done
         # what was chosen by attention favours the question where that was in the prompt
         aware = sample.context_len >= len(sample.prompt_ids)

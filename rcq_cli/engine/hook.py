@@ -8,7 +8,7 @@ attention over one token.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from rcq_cli.cache.statistics import Collector, Statistics
 from rcq_cli.errors import SpecError, UnsupportedModel
 from rcq_cli.phases import phase
-from rcq_cli.protocols import Geometry, LayerState, Needs, Step
+from rcq_cli.protocols import Geometry, LayerState, Needs, Rotation, Step
 
 NAME = "rcq"
 FAMILIES = (
@@ -151,7 +151,7 @@ class Hook:
     decode step. With `last_row_only` the last layer computes its output for the final prompt position alone,
     which is all that a caller asking for the last logits reads. `needs` is what the modes of this prefill
     want to know of its attention: the queries of every row arrive here in any case, so statistics of the
-    last layer do not depend on that shortcut.
+    last layer do not depend on that shortcut. `rotations` are those of the layers, where a mode asked.
     """
 
     def __init__(self, layers: int) -> None:
@@ -159,6 +159,7 @@ class Hook:
         self.managed: frozenset[int] = frozenset()
         self.last_row_only = False
         self.needs: tuple[Needs, ...] = ()
+        self.rotations: Mapping[int, Rotation] = {}
         self.on_prefilled: Callable[[ManagedLayer], None] = ignore
         self.on_step: Callable[[int, LayerState, Tensor, Step], None] = ignore
 
@@ -203,7 +204,8 @@ class Hook:
     ) -> tuple[Tensor, Tensor | None]:
         if query.shape[0] != 1:
             raise SpecError(f"batch of {query.shape[0]} sequences", fix="rcq manages one sequence at a time")
-        layer.geometry = _geometry(query, key, scaling, module.layer_idx)
+        rotation = self.rotations.get(module.layer_idx)
+        layer.geometry = _geometry(query, key, scaling, module.layer_idx, rotation)
         if self.needs:
             layer.observe(self.needs, query[0], key[0])
         done = layer.seen >= layer.prompt_tokens
@@ -394,11 +396,13 @@ def refused(model: Any, reason: str) -> UnsupportedModel:
     )
 
 
-def _geometry(query: Tensor, key: Tensor, scaling: float | None, layer: Any) -> Geometry:
+def _geometry(
+    query: Tensor, key: Tensor, scaling: float | None, layer: Any, rotation: Rotation | None
+) -> Geometry:
     dim = query.shape[-1]
     dtype = str(key.dtype).removeprefix("torch.")
     scale = dim**-0.5 if scaling is None else float(scaling)
-    return Geometry(query.shape[1], key.shape[1], dim, dtype, str(key.device), scale, layer)
+    return Geometry(query.shape[1], key.shape[1], dim, dtype, str(key.device), scale, layer, rotation)
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor | None:

@@ -28,6 +28,7 @@ from rcq_cli.engine.hook import (
     managed_layers,
 )
 from rcq_cli.engine.recorder import StepRecorder
+from rcq_cli.engine.rotations import rotations
 from rcq_cli.errors import SpecError
 from rcq_cli.protocols import LayerBytes, Mode
 from rcq_cli.recas.stages import StageTracker
@@ -185,6 +186,8 @@ def attach_session(model: Any, mode: Mode, options: Any, backend: str) -> Iterat
     hook.managed = frozenset(managed_layers(make_cache(model, 0)))
     need = needs_of(mode, options)
     hook.needs = () if need is None else (need,)
+    if need is not None and need.rotation:
+        hook.rotations = rotations(model)
     original = model.generate
 
     @functools.wraps(original)

@@ -414,6 +414,7 @@ SMALL = {
     "quest-group": {"read_tokens": 64},
     "snapkv-avg5": {"keep_tokens": 100},
     "streaming-llm": {"recent": 96},
+    "streaming-llm-pos": {"recent": 96},
 }
 """Options with which a mode has something to do at 400 tokens."""
 
