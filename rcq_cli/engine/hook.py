@@ -204,8 +204,8 @@ class Hook:
     ) -> tuple[Tensor, Tensor | None]:
         if query.shape[0] != 1:
             raise SpecError(f"batch of {query.shape[0]} sequences", fix="rcq manages one sequence at a time")
-        rotation = self.rotations.get(module.layer_idx)
-        layer.geometry = _geometry(query, key, scaling, module.layer_idx, rotation)
+        index: Any = module.layer_idx
+        layer.geometry = _geometry(query, key, scaling, index, self.rotations.get(index))
         if self.needs:
             layer.observe(self.needs, query[0], key[0])
         done = layer.seen >= layer.prompt_tokens
