@@ -115,16 +115,19 @@ def score(
     return found, bool(fine.all())
 
 
-def weigh(scores: Tensor, weights: Tensor, peak: Tensor, mass: Tensor, square: Tensor) -> None:
+def weigh(
+    scores: Tensor, weights: Tensor, peak: Tensor, mass: Tensor, square: Tensor, log_mass: Tensor
+) -> None:
     """Set `weights` to exp(score - peak of its block) for `[Hkv, R, M, S]` scores, and sum them up.
 
-    `peak`, `mass` (sum of weights) and `square` (of their squares) are `[Hkv, R, M]`; a block of -inf alone
-    has mass 0. All are contiguous.
+    `peak`, `mass` (sum of weights), `square` (of their squares) and `log_mass` (log mass + peak) are
+    `[Hkv, R, M]`; a block of -inf alone has mass 0. All are contiguous.
     """
     rows, size = peak.numel(), scores.shape[-1]
     _below_peak(scores.data_ptr(), weights.data_ptr(), peak.data_ptr(), rows, size)
     weights.exp_()  # torch has vector instructions for it, Numba calls the C library element by element
-    _sum_weights(weights.data_ptr(), mass.data_ptr(), square.data_ptr(), rows, size)
+    sums = (each.data_ptr() for each in (peak, mass, square, log_mass))
+    _sum_weights(weights.data_ptr(), *sums, rows, size)
 
 
 class Promoted(NamedTuple):
@@ -282,13 +285,16 @@ def _below_peak(scores: int, into: int, peak: int, rows: int, size: int) -> None
 
 
 @compiled(fastmath=LOOSE)
-def _sum_weights(weights: int, mass: int, square: int, rows: int, size: int) -> None:
+def _sum_weights(
+    weights: int, peak: int, mass: int, square: int, log_mass: int, rows: int, size: int
+) -> None:
     for row in prange(rows):
         mine, total, squares = ahead(doubles_at(weights), row * size), 0.0, 0.0
         for t in range(size):
             total += mine[t]
             squares += mine[t] * mine[t]
         doubles_at(mass)[row], doubles_at(square)[row] = total, squares
+        doubles_at(log_mass)[row] = doubles_at(peak)[row] + np.log(total)
 
 
 @plain

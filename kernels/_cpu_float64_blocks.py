@@ -27,14 +27,27 @@ class Weighed(NamedTuple):
     log_flushed: Tensor
     share: Tensor
     """Factor of the weights of a block in the output."""
+    error: Tensor
+    """Share of the total times eta, 0 where values are exact, `[Hkv, R, M]`."""
     total: Tensor
     """`[Hkv, R]`"""
 
 
-def weighed(peak: Tensor, mass: Tensor, square: Tensor, tokens: tuple[int, int], underflow: float) -> Weighed:
-    """Return what `ladder.CertifiedStep.masses` does; `tokens` are those of a block and of the tail."""
-    found = Weighed(*(torch.empty_like(peak) for _ in range(4)), peak.new_empty(peak.shape[:2]))
-    inputs = (each.numpy() for each in (peak, mass, square))
+def weighed(
+    masses: tuple[Tensor, ...], values: tuple[Tensor, Tensor], tokens: tuple[int, int], underflow: float
+) -> Weighed:
+    """Return what `ladder.CertifiedStep.masses` does, and the errors of values.
+
+    `masses` are peak, mass and square of `weigh`; `values` are eta `[Hkv, M + 1]` and which are
+    exact `[Hkv, M]`; `tokens` are those of a block and of the tail.
+    """
+    (heads, group, width), peak = masses[0].shape, masses[0]
+    found = Weighed(
+        *(torch.empty_like(peak) for _ in range(4)),
+        peak.new_empty(heads, group, width - 1),
+        peak.new_empty(heads, group),
+    )
+    inputs = (each.numpy() for each in (*masses, *values))
     _weigh(*inputs, *tokens, np.log(underflow), *(each.numpy() for each in found))
     return found
 
@@ -157,8 +170,9 @@ def _annotations(
 
 @compiled(fastmath=LOOSE)
 def _weigh(
-    peak: Array, mass: Array, square: Array, size: int, tail: int, log_underflow: float, log_weight: Array,
-    log_square: Array, log_flushed: Array, share: Array, total: Array,
+    peak: Array, mass: Array, square: Array, eta: Array, exact: Array, size: int, tail: int,
+    log_underflow: float, log_weight: Array, log_square: Array, log_flushed: Array, share: Array,
+    error: Array, total: Array,
 ) -> None:  # fmt: skip
     heads, group, count = peak.shape
     for row in prange(heads * group):
@@ -176,6 +190,8 @@ def _weigh(
             tokens = np.float64(size if b < count - 1 else tail)
             log_flushed[h, r, b] = np.log(tokens) + min(below, log_underflow) - log_total
             share[h, r, b] /= weight
+            if b < count - 1:
+                error[h, r, b] = 0.0 if exact[h, b] else share[h, r, b] * mass[h, r, b] * eta[h, b]
         total[h, r] = weight
 
 

@@ -93,7 +93,9 @@ class CompiledStep(CertifiedStep):
         All of them: what did not change is cheaper to repeat than to leave out.
         """
         del pairs
-        _cpu_float64.weigh(self.scores, self.weights, self.peak, self.mass, self.square)
+        self.log_mass = torch.empty_like(self.peak)
+        sums = (self.peak, self.mass, self.square, self.log_mass)
+        _cpu_float64.weigh(self.scores, self.weights, *sums)
 
     def _rescore(self, head: Tensor, block: Tensor, take: Tensor) -> None:
         self._page(len(head) * self.layer.keys.width * self.layer.keys.size)
@@ -112,7 +114,8 @@ class CompiledStep(CertifiedStep):
         """Return the block masses once all scores are final."""
         size, tail = self.cache.fmt.block, self.cache.tail_tokens
         masses = (self.peak, self.mass, self.square)
-        return _cpu_float64_blocks.weighed(*masses, (size, tail), self.backend.underflow)
+        values = (self.notes.eta, self.exact_values)
+        return _cpu_float64_blocks.weighed(masses, values, (size, tail), self.backend.underflow)
 
     @phased("attend")
     def average(self, masses: Weighed) -> Tensor:

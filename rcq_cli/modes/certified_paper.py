@@ -187,10 +187,14 @@ class PaperStep(CertifiedStep):
         """Return the key blocks to promote, given the log masses `[Hkv, R, M + 1]` of the codes."""
         return select(coded.softmax(-1), self.options)
 
-    def final_shares(self) -> Tensor:
-        """Return rho `[Hkv, R, M]`; all scores are final and all values read."""
+    def log_masses(self) -> Tensor:
+        """Return the log masses of blocks as they are scored now, `[Hkv, R, M + 1]`."""
+        return self.peak + self.mass.log()
+
+    def value_errors(self) -> Tensor:
+        """Return rho_b * eta_b `[Hkv, R, M]`, 0 where values are exact; all scores are final."""
         self.final = self.masses()
-        return self.final[0].active()[..., :-1]
+        return self._inexact(self.final[0].active()[..., :-1] * self.notes.eta[:, None, :-1])
 
     def order_failures(self, exact: Tensor, coded: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return which heads fail the rank and the boundary check, given log masses `[Hkv, R, M + 1]`."""
@@ -207,16 +211,15 @@ class PaperStep(CertifiedStep):
         if not self.finite:
             return self._finish(None)
         self._weigh()
-        coded = self.peak + self.mass.log()
+        coded = self.log_masses()
         selection = self.chosen(coded)
         self.promote_keys(selection.chosen.any(1) | self.pinned)
         self._read_values(torch.ones_like(self.read))
-        error = self._inexact(self.final_shares() * self.notes.eta[:, None, :-1])
+        error = self.value_errors()
         wanted = values_to_promote(error, self.options)
         self.promote_values(wanted.any(1))
         delta = self.half_step.amax(-1) if self.blocks else torch.zeros(self.query.shape[:2]).double()
-        exact = self.peak + self.mass.log()
-        self.rank_failed, self.boundary_failed = self.order_failures(exact, coded, delta)
+        self.rank_failed, self.boundary_failed = self.order_failures(self.log_masses(), coded, delta)
         rung = torch.where(wanted.any(-1), 2, torch.where(selection.expanded, 1, 0))
         step = self._conclude(*self.judged(), rung)
         norm = value_norm[:, None].expand_as(delta)
@@ -255,10 +258,14 @@ class CompiledPaperStep(PaperStep, CompiledStep):
         found = _cpu_float64_blocks.choose(coded, o.tau, o.k_min, o.k_max, EXPANSION_MASS)
         return Selection(*found)
 
-    def final_shares(self) -> Tensor:
-        """Return rho `[Hkv, R, M]`; all scores are final and all values read."""
+    def log_masses(self) -> Tensor:
+        """Return the log masses of blocks as they are scored now, `[Hkv, R, M + 1]`."""
+        return self.log_mass
+
+    def value_errors(self) -> Tensor:
+        """Return rho_b * eta_b `[Hkv, R, M]`, 0 where values are exact; all scores are final."""
         self.weights_of_blocks = self.weighed()
-        return self.weights_of_blocks.log_weight[..., :-1].exp()
+        return self.weights_of_blocks.error
 
     def order_failures(self, exact: Tensor, coded: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return which heads fail the rank and the boundary check, given log masses `[Hkv, R, M + 1]`."""
@@ -309,16 +316,16 @@ class PaperLayer(CertifiedLayer):
         """Count what the published policy did and what its formulas said."""
         certificate = step.certificate
         assert certificate is not None
-        rungs = torch.bincount(certificate.rung.long(), minlength=5).tolist()
-        counts = {f"paper_rung_{i}": float(n) for i, n in enumerate(rungs)}
+        rungs = certificate.rung.tolist()
+        counts = {f"paper_rung_{i}": float(rungs.count(i)) for i in range(5)}
         counts["paper_rank_failures"] = float(work.rank_failed.sum())
         counts["paper_boundary_failures"] = float(work.boundary_failed.sum())
         for name, value in counts.items():
             self.details[name] = self.details.get(name, 0.0) + value
-        for name, values in certificate.reported.items():
-            total, largest = f"paper_{name}_sum", f"paper_{name}_max"
-            self.details[total] = self.details.get(total, 0.0) + float(values.sum())
-            self.details[largest] = max(self.details.get(largest, 0.0), float(values.max()))
+        for name, figures in certificate.reported.items():
+            total, largest, values = f"paper_{name}_sum", f"paper_{name}_max", figures.tolist()
+            self.details[total] = self.details.get(total, 0.0) + sum(values)
+            self.details[largest] = max(self.details.get(largest, 0.0), *values)
 
     def fork(self) -> "PaperLayer":
         """Return an independent copy; counters start anew."""

@@ -109,14 +109,16 @@ def test_weights_and_their_sums(spread):
     scores = rows(HEADS, GROUP, 9, SIZE, seed=3) * spread
     scores[:, :, -1, 5:] = -torch.inf
     scores[1, 0, -1] = -torch.inf  # a tail without tokens
-    weights, (peak, mass, square) = torch.empty_like(scores), rows(3, HEADS, GROUP, 9).unbind()
-    _cpu_float64.weigh(scores, weights, peak, mass, square)
+    weights, sums = torch.empty_like(scores), rows(4, HEADS, GROUP, 9).unbind()
+    _cpu_float64.weigh(scores, weights, *sums)
+    peak, mass, square, log_mass = sums
     top = scores.amax(-1)
     expected = torch.where(scores == -torch.inf, 0.0, (scores - top[..., None]).exp())
     torch.testing.assert_close(peak, top, rtol=0, atol=0)
     torch.testing.assert_close(weights, expected, **ULP)
     torch.testing.assert_close(mass, expected.sum(-1), **ULP)
     torch.testing.assert_close(square, expected.square().sum(-1), **ULP)
+    torch.testing.assert_close(log_mass, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
 
 
 PAIRS = (torch.tensor([0, 0, 1, 1]), torch.tensor([0, 5, 2, 6]))
@@ -248,11 +250,13 @@ def masses_of(kind, count=40, seed=0):
 
 MASSES = ("random", "sharp", "one token", "far", "equal", "no tail")
 UNDERFLOW = 2.0**-1022
+EXACT = torch.arange(80).view(2, 40) % 3 == 0
 
 
 def weighed(kind, seed=0):
     tail = 0 if kind == "no tail" else 4
-    return _cpu_float64_blocks.weighed(*masses_of(kind, seed=seed), (SIZE, tail), UNDERFLOW)
+    values = (rows(HEADS, 41, seed=6).abs(), EXACT)
+    return _cpu_float64_blocks.weighed(masses_of(kind, seed=seed), values, (SIZE, tail), UNDERFLOW)
 
 
 @pytest.mark.parametrize("kind", MASSES)
@@ -263,6 +267,8 @@ def test_masses_are_relative_to_their_total(kind):
     total = ((peak - peak.amax(-1, keepdim=True)).exp() * mass).sum(-1)
     torch.testing.assert_close(found.log_weight, log_weight, **ULP)
     torch.testing.assert_close(found.total, total, **ULP)
+    error = log_weight.exp()[..., :-1] * rows(HEADS, 41, seed=6).abs()[:, None, :-1]
+    torch.testing.assert_close(found.error, torch.where(EXACT[:, None], 0.0, error), **ULP)
     below = peak - peak.amax(-1, keepdim=True)
     torch.testing.assert_close(found.share, below.exp() / total[..., None], **ULP)
     log_square = square.log() + 2 * (below - total.log()[..., None])
