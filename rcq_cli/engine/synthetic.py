@@ -14,7 +14,7 @@ from torch import Tensor
 from rcq_cli.backends import choose_backend
 from rcq_cli.engine.stepper import LayerStepper
 from rcq_cli.modes.dense import DenseLayer
-from rcq_cli.protocols import Geometry, Json, Mode, Step
+from rcq_cli.protocols import Geometry, Json, Mode, Rotation, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,10 @@ def fastest_dense(fed: Tensors, tokens: int, scale: float, tries: int = 3) -> st
 def layer_geometry(name: str, dtype: str, device: str) -> Geometry:
     """Return the geometry of one layer of `name`."""
     sizes = GEOMETRIES[name]
-    return Geometry(sizes.query_heads, sizes.kv_heads, sizes.head_dim, dtype, device, sizes.head_dim**-0.5)
+    heads, dim = (sizes.query_heads, sizes.kv_heads), sizes.head_dim
+    # nothing drawn here has a position, but a mode that moves keys shall take the time it takes
+    rotation = Rotation(tuple(1e4 ** (-2 * i / dim) for i in range(dim // 2)))
+    return Geometry(*heads, dim, dtype, device, dim**-0.5, rotation=rotation)
 
 
 @torch.inference_mode()

@@ -259,6 +259,20 @@ def test_sixteen_bit_models_are_recognised(dtype):
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
             "'dynamic', which changes with the length",
         ),
+        (
+            "Llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "'longrope', which changes with the length",
+        ),
     ],
 )
 def test_other_positions_are_refused(name, more, reason):
