@@ -65,7 +65,7 @@ GLANCE = 8
 """Heaviest blocks read to guess the output before anything is skipped or promoted."""
 CARE = 0.93
 """Share of the budget that a plan may use, to the power of the round."""
-VALUE_PART, VALUE_TARGET, SKIP_PART = 0.5, 0.45, 0.1
+VALUE_PART, VALUE_TARGET, SKIP_PART = 0.5, 0.45, 0.2
 """Shares of the budget: values are promoted when beyond the first, down to the second.
 
 Skipping takes the third.

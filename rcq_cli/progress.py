@@ -25,6 +25,9 @@ class Progress(Protocol):
     def start(self, total: int, title: str) -> None:
         """Begin work of `total` samples; `title` is the command."""
 
+    def doing(self, what: str) -> None:
+        """Say what is going on before the first sample is finished (`loading smollm2-135m`)."""
+
     def update(
         self,
         cell: str,
@@ -49,6 +52,8 @@ class State:
 
     title: str = ""
     planned: int = 0
+    what: str = "preparing"
+    """Said until a cell is known."""
     cell: str = ""
     done: int = 0
     total: int = 0
@@ -94,7 +99,7 @@ class State:
         elapsed = round(now - self.started)
         clock = f"{elapsed // 3600:02d}:{elapsed // 60 % 60:02d}:{elapsed % 60:02d}"
         if not self.cell:
-            return f"{self.title} {clock} preparing"
+            return f"{self.title} {clock} {self.what}"
         task, _, rest = self.cell.partition(" ")
         parts = [f"{self.title} {clock} {task} {self.done}/{self.total}", rest]
         parts.append("" if self.score is None else f"score {self.score:.3f}")
@@ -108,6 +113,9 @@ class Silent:
     """Says nothing (`-q`)."""
 
     def start(self, total: int, title: str) -> None:
+        """Do nothing."""
+
+    def doing(self, what: str) -> None:
         """Do nothing."""
 
     def update(
@@ -153,6 +161,10 @@ class Heartbeat:
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="rcq-heartbeat", daemon=True)
         self._thread.start()
+
+    def doing(self, what: str) -> None:
+        """Keep what the next line will say."""
+        self._state.what = what
 
     def update(
         self,
@@ -221,8 +233,14 @@ class Bar:
             transient=True,
             refresh_per_second=4,
         )
-        self._task = self._live.add_task(f"{title} preparing", total=total or None, figures="")
+        self._task = self._live.add_task(f"{title} {self._state.what}", total=total or None, figures="")
         self._live.start()
+
+    def doing(self, what: str) -> None:
+        """Show `what` until a sample is finished."""
+        self._state.what = what
+        if self._live is not None and not self._state.cell:
+            self._live.update(self._task, description=f"{self._state.title} {what}")
 
     def update(
         self,

@@ -92,6 +92,7 @@ def run_batch(batch: Batch, folders: Sequence[Path], engine_for: EngineFor, prog
             progress,
             far.desk(batch) if far else Desk(bench.engine, batch, modes_of(batch)),
         )
+        progress.doing("answering the first sample; kernels are compiled once, at their first use")
         try:
             work.samples()
             work.controls()

@@ -10,6 +10,7 @@ from rcq_cli.errors import SpecError
 
 if TYPE_CHECKING:
     from rcq_cli.presets import Batch, Plan
+    from rcq_cli.progress import Progress
     from rcq_cli.protocols import Loaded, Sample
     from rcq_cli.spec import RunSpec
 
@@ -77,7 +78,7 @@ def search(measure: Callable[[float], float], share: float) -> Found:
     return best
 
 
-def matched(plan: Plan, share: float) -> Plan:
+def matched(plan: Plan, share: float, progress: Progress) -> Plan:
     """Return the plan with a budget for every mode that has one, found on the first sample of each batch.
 
     Modes without a budget, and those that cannot come within 2 %, are named in the notes with what they hold.
@@ -85,11 +86,13 @@ def matched(plan: Plan, share: float) -> Plan:
     """
     loads: dict[str, Loaded] = {}
     notes: list[str] = []
-    batches = tuple(_batch(batch, share, loads, notes) for batch in plan.batches)
+    batches = tuple(_batch(batch, share, loads, notes, progress) for batch in plan.batches)
     return plan._replace(batches=batches, notes=(*plan.notes, *notes))
 
 
-def _batch(batch: Batch, share: float, loads: dict[str, Loaded], notes: list[str]) -> Batch:
+def _batch(
+    batch: Batch, share: float, loads: dict[str, Loaded], notes: list[str], progress: Progress
+) -> Batch:
     reference = batch[0]
     if reference.ctx is None:
         raise SpecError("--match needs a task that runs a model", fix="leave --match out", id="RCQ-USE-02")
@@ -98,10 +101,12 @@ def _batch(batch: Batch, share: float, loads: dict[str, Loaded], notes: list[str
         if given:
             what = f"mode {spec.mode_name} was given {given[0]} and --match"
             raise SpecError(what, fix="give one of them", id="RCQ-USE-02")
+    progress.doing(f"loading {reference.model}")
     trial = _Trial(batch, loads)
     done = [reference]
     for spec in batch[1:]:
         where = f"{spec.mode} at {spec.ctx}"
+        progress.doing(f"matching {where} to bytes={share:g} ({len(done)} of {len(batch) - 1})")
         if not has_budget(spec.mode_options):
             ratio = trial.ratio(spec, None)
             done.append(spec)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rcq_cli.errors import BrokenRun, CertificateViolated, RcqError, SpecError, UnsupportedHere
-from rcq_cli.progress import progress_for
+from rcq_cli.progress import Progress, progress_for
 from rcq_cli.registry import Registry
 from rcq_cli.shell import Interrupted, Shell
 
@@ -36,21 +37,31 @@ def carry_out(shell: Shell, plan: Plan, *, resume: bool) -> tuple[Path, ...]:
     if shell.verbose:
         for line in origin_lines(plan):
             shell.say(line)
-    progress = progress_for(shell.stderr, shell.view(shell.stderr), quiet=shell.quiet)
     # the executor starts the work; the bar must be visible while models load, hence the title at once
-    progress.start(sum(spec.samples for batch in plan.batches for spec in batch), shell.command)
+    with told(shell, sum(spec.samples for batch in plan.batches for spec in batch)) as progress:
+        try:
+            folders: tuple[Path, ...] = executor.run(
+                plan.batches, out=plan.out, resume=resume, progress=progress
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "interrupted",
+                f"stopped by a signal; finished samples are stored in {plan.out}",
+                shell.resume_command(),
+                "RCQ-RUN-09",
+            ) from None
+    return folders
+
+
+@contextmanager
+def told(shell: Shell, samples: int) -> Iterator[Progress]:
+    """Show how the work inside the block, of that many samples, gets on."""
+    progress = progress_for(shell.stderr, shell.view(shell.stderr), quiet=shell.quiet)
+    progress.start(samples, shell.command)
     try:
-        folders: tuple[Path, ...] = executor.run(plan.batches, out=plan.out, resume=resume, progress=progress)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted",
-            f"stopped by a signal; finished samples are stored in {plan.out}",
-            shell.resume_command(),
-            "RCQ-RUN-09",
-        ) from None
+        yield progress
     finally:
         progress.close()
-    return folders
 
 
 def _executor(plan: Plan) -> Any:

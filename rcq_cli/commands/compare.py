@@ -140,7 +140,8 @@ def _measure(
     if share is not None:
         from rcq_cli.commands._match import matched
 
-        plan = matched(plan, share)
+        with _run.told(shell, 0) as progress:
+            plan = matched(plan, share, progress)
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
 

@@ -67,6 +67,7 @@ class LocalExecutor:
         stored = [[find_complete(out, spec) if resume else None for spec in batch] for batch in batches]
         for batch, folders in zip(batches, stored, strict=True):
             if not all(folders):
+                progress.doing(f"loading {batch[0].model}" if batch[0].model else "preparing")
                 check(batch, self.engine_for(batch[0]).loaded)
         done: list[Path] = []
         for batch, folders in zip(batches, stored, strict=True):

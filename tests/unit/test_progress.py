@@ -48,6 +48,21 @@ def test_before_the_first_sample_the_line_says_so_and_promises_nothing():
     assert State(title="eval", planned=5).line(3.0) == "eval 00:00:03 preparing"
 
 
+def test_what_goes_on_before_the_first_sample_is_named():
+    out = io.StringIO()
+    beat = Heartbeat(out, first_s=0.05, every_s=0.05)
+    beat.start(0, "compare")
+    beat.doing("matching kivi at 1024 to bytes=0.45 (1 of 2)")
+    time.sleep(0.3)
+    beat.update("niah dense", 1, 2)
+    time.sleep(0.2)
+    beat.close()
+    first, *_, last = out.getvalue().splitlines()
+    assert first == "compare 00:00:00 matching kivi at 1024 to bytes=0.45 (1 of 2)"
+    assert last.startswith("compare 00:00:0")
+    assert last.endswith("niah 1/2 dense errors 0")
+
+
 def test_the_promised_pace_is_kept():
     assert FIRST_S <= 5
     assert EVERY_S == 30
