@@ -5,9 +5,10 @@
 One prefill a context; all sides start from its cache and are fed the same tokens, a few steps of one side,
 then of the next, in turning order. `stock` is the unmodified model with the cache of transformers, SDPA
 attention; the others decode through rcq. Columns: median step in milliseconds, tokens per second, and the
-ratio of a side's tokens per second to those of `stock` and of `dense`: medians and quartiles over rounds of the
-ratio in one round, so that a busy machine troubles both sides of it. No ratio is printed unless the logits of
-`dense` are those of `stock`, and of `certified` unless every head-step was within its budget or exact.
+ratio of a side's tokens per second to those of `stock` and of `dense`: medians and quartiles over rounds of
+the ratio in one round, so that a busy machine troubles both sides of it. No ratio is printed unless the
+logits of `dense` are those of `stock`, and of `certified` unless every head-step was within its budget or
+exact.
 """
 
 import argparse

@@ -4,10 +4,10 @@
 
 Mode `recas` decodes given text, and beside every step, unseen by the mode, the true mass outside what was
 read is computed for every KV head of every layer. A step of a layer is covered when the estimate is above
-the truth in all of its heads at once. `steady` decodes prose under a fixed budget; `switching` turns from
-prose to program text and back every 128 tokens while the budget follows the estimate. Two simpler rules are
-read off the same probes: the plain empirical quantile of each head's own residuals, and the conformal
-quantile of the first probes, never touched again.
+the truth in all of its heads at once. `steady` decodes prose under a fixed budget; `drift` turns from prose
+to program text and back every 128 tokens, the budget still fixed; `switching` reads the same while the
+budget follows the estimate. Two simpler rules are read off the same probes: the plain empirical quantile of
+each head's own residuals, and the conformal quantile of the first probes, never touched again.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from rcq_cli.tasks import ppl
 FIGURES = (
     "rcq", "rcq_below_one", "upper_is_one", "naive", "once", "median_mass", "kept_share",
 )  # fmt: skip
+KINDS = ("steady", "drift", "switching")
 SPAN = 128
 """Tokens of one kind of text before the other comes."""
 
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--nominal", type=float, nargs="+", default=[0.9, 0.95], help="coverage asked for")
     parser.add_argument("--probe-rate", type=float, default=0.125, help="share of steps probed at random")
     parser.add_argument("--eps", type=float, default=0.2, help="budget that the switching text steers by")
-    parser.add_argument("--text", nargs="+", default=["steady", "switching"], choices=["steady", "switching"])
+    parser.add_argument("--text", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--json", type=Path, help="append one line per row of the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -166,7 +167,7 @@ def main() -> None:
         for nominal in args.nominal:
             miss = round(1 - nominal, 6)
             # without feedback the miss rate changes nothing, so one decode serves for all
-            layers = layers if layers and kind == "steady" else decode(engine, kind, miss, args)
+            layers = layers if layers and kind != "switching" else decode(engine, kind, miss, args)
             row = {"text": kind, **summary(layers, miss)}
             figures = (row[name] for name in FIGURES)
             shown = " ".join("      -" if figure is None else f"{figure:>7.3f}" for figure in figures)

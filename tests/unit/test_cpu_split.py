@@ -1,0 +1,73 @@
+"""The split of a bound over buckets, against every split of the sorted blocks in plain NumPy."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from rcq_cli.kernels._cpu_bounds import best_split, spread
+from rcq_cli.kernels._cpu_score import MARGIN
+from rcq_cli.kernels._cpu_state import TABLE, Line
+from rcq_cli.kernels._cpu_vector import ahead, bytes_at, doubles_at, floats_at
+
+ROOM = MARGIN**2 * (1 + 2.0**-40)
+"""The margin stands inside the root and around the sum."""
+
+
+@njit
+def split(rows: int, width: int, bucket: int, table: int, spectrum: float, away: float) -> float:
+    """Return the smallest split over buckets of rows cost, energy, move `[3, width]` at that address."""
+    cost = floats_at(rows)
+    energy, move = ahead(cost, width), ahead(cost, 2 * width)
+    line = Line(cost, cost, cost, cost, cost, cost, cost, move, energy, cost, cost, cost, cost)
+    spread(line, width, bytes_at(bucket), doubles_at(table))
+    return best_split(doubles_at(table), spectrum, away)
+
+
+def by_buckets(rows: np.ndarray, spectrum: float, away: float) -> float:
+    bucket, table = np.zeros(rows.shape[1], np.uint8), np.full((3, TABLE), np.nan)
+    call = rows.ctypes.data, rows.shape[1], bucket.ctypes.data, table.ctypes.data
+    return split(*call, spectrum, away)
+
+
+def all_splits(rows: np.ndarray, spectrum: float, away: float) -> np.ndarray:
+    """Return the bound of every split, blocks of the highest cost first: `[width + 1]`."""
+    cost, energy, move = rows[:, np.argsort(-rows[0], kind="stable")].astype(np.float64)
+    before = np.concatenate(([0.0], cost.cumsum()))
+    left = [np.concatenate((x[::-1].cumsum()[::-1], [0.0])) for x in (energy, move)]
+    return before + np.sqrt(spectrum * left[0]) + away * left[1]
+
+
+@pytest.mark.parametrize("width", [16, 144, 2048])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_split_lies_between_that_of_the_sorted_blocks_and_the_two_pure_ones(width, seed):
+    draw = np.random.default_rng([width, seed])
+    rows = np.exp(draw.normal(0, [0.3, 4, 12][seed % 3], (3, width))).astype(np.float32)
+    rows[:, draw.random(width) < 0.3 * (seed % 2)] = 0
+    spectrum, away = float(np.exp(draw.normal(0, 4))), [0.0, 0.1, 30.0][seed // 4]
+    found, every = by_buckets(rows, spectrum, away), all_splits(rows, spectrum, away)
+    assert every.min() <= found * (1 + 2.0**-40)
+    assert found <= min(every[0], every[-1]) * ROOM + 1e-12
+    # a bucket spans an eighth of an octave; what one holds is on one side as a whole
+    assert found <= every.min() * 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(0, 2.0**20, width=32), min_size=16, max_size=16),
+    st.lists(st.floats(0, 2.0**20, width=32), min_size=16, max_size=16),
+    st.floats(0, 1e6),
+    st.floats(0, 1e3),
+)
+def test_no_split_is_ever_below_the_best_of_the_sorted_blocks(cost, energy, spectrum, away):
+    rows = np.array([cost, energy, cost[::-1]], np.float32)
+    found, every = by_buckets(rows, spectrum, away), all_splits(rows, spectrum, away)
+    assert every.min() <= found * (1 + 2.0**-40)
+    assert found <= min(every[0], every[-1]) * ROOM + 1e-6
+
+
+def test_nan_counts_as_infinite():
+    """Infinity times nothing left of energy or move: a bound that nobody knows is none."""
+    assert by_buckets(np.ones((3, 16), np.float32), np.inf, np.inf) == np.inf
+    assert by_buckets(np.full((3, 16), np.inf, np.float32), 1.0, 0.0) == np.inf
