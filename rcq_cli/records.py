@@ -219,10 +219,11 @@ def _shown(certificates: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _score(scores: Sequence[float], facts: TaskFacts) -> dict[str, Any]:
     """Return the mean score and its interval: Wilson for shares of right answers, t otherwise.
 
+    The t interval of scores in [0, 1] stays inside and has width even where all scores agree.
     Perplexities are averaged as logarithms, which is the perplexity of all targets where samples have equally
     many.
     """
-    from rcq_cli.stats import t_interval, wilson
+    from rcq_cli.stats import score_interval, t_interval, wilson
 
     if not scores:
         return {**_known("score", None, "no_samples"), **_known("score_ci", None, "no_samples")}
@@ -231,7 +232,8 @@ def _score(scores: Sequence[float], facts: TaskFacts) -> dict[str, Any]:
     into, back = (math.log, math.exp) if facts.score_key == "perplexity" else (float, float)
     values = [into(score) for score in scores]
     score = back(math.fsum(values) / len(values))
-    estimate = t_interval(values)
+    bounded = facts.higher_is_better and all(0 <= value <= 1 for value in values)
+    estimate = (score_interval if bounded else t_interval)(values)
     if estimate is None:
         return {"score": score, "score_ci": None, "score_ci_status": "too_few_samples"}
     return {"score": score, "score_ci": [back(limit) for limit in estimate.ci]}

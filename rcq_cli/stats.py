@@ -235,6 +235,21 @@ def t_interval(values: Sequence[float], alpha: float = ALPHA) -> MeanEstimate | 
     return cluster_t(values, [1.0] * len(values), alpha)
 
 
+def score_interval(values: Sequence[float], alpha: float = ALPHA) -> MeanEstimate | None:
+    """Return the mean of independent scores in [0, 1] with its t interval, inside [0, 1] and never a point.
+
+    Each end lies at least as far out as z^2 more scores of 0, or of 1, would bring the mean: for scores that
+    are all 0 or all 1 these are the ends of Wilson's interval. None for fewer than two values.
+    """
+    found = t_interval(values, alpha)
+    if found is None:
+        return None
+    n, z2 = len(values), normal_quantile(alpha) ** 2
+    low = min(found.ci.lower, found.mean * n / (n + z2))
+    high = max(found.ci.upper, (found.mean * n + z2) / (n + z2))
+    return found._replace(ci=Interval(max(0.0, low), min(1.0, high)))
+
+
 def welch(
     reference: Sequence[float], candidate: Sequence[float], alpha: float = ALPHA
 ) -> MeanEstimate | None:

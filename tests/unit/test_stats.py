@@ -280,6 +280,25 @@ def test_cluster_interval_covers_the_truth(clusters):
 DIFFERENCES = [-0.5, -0.25, 0, 0.25, -0.5, -0.25, -0.125, 0, -0.25, 0.125]
 
 
+@pytest.mark.parametrize("n", [2, 5, 40])
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_scores_that_are_all_right_or_all_wrong_have_the_interval_of_wilson(n, score):
+    assert stats.score_interval([score] * n).ci == pytest.approx(tuple(stats.wilson(score * n, n)))
+
+
+def test_scores_that_agree_have_width_and_no_interval_leaves_the_scale():
+    # z^2 = 3.841459: (4 * .5) / (4 + z^2), and z^2 more scores of 1
+    assert stats.score_interval([0.5] * 4).ci == pytest.approx((0.2550545, 0.7449455), abs=1e-6)
+    # mean .75, s .5, t(3) 3.18245: the t interval is [-.0456, 1.5456]
+    assert stats.score_interval([0.0, 1.0, 1.0, 1.0]).ci == (0.0, 1.0)
+    assert stats.score_interval([0.5]) is None
+
+
+def test_scores_with_spread_keep_their_t_interval():
+    values = [0.25, 0.5, 0.75] * 30
+    assert stats.score_interval(values) == stats.t_interval(values)
+
+
 def test_t_interval_of_the_printed_differences():
     estimate = stats.t_interval(DIFFERENCES)
     assert estimate.mean == pytest.approx(-0.15)
