@@ -77,6 +77,7 @@ class CompiledStep(CertifiedStep):
         self.scores, half_step, self.slack, self.delta_coded = found
         self.half_step = half_step[..., :-1]
 
+    @phased("select")
     def _plan(self) -> None:
         """Pin what has no codes."""
         self.pinned = self.cache.raw.rows.clone()

@@ -24,6 +24,7 @@ from rcq_cli.kernels._format import TierFormat
 from rcq_cli.modes._compiled import CompiledStep, CompiledStore
 from rcq_cli.modes._tiered import TieredCounters, check_range
 from rcq_cli.modes.certified import CertifiedLayer
+from rcq_cli.phases import phased
 from rcq_cli.protocols import Engagement, Geometry, Step
 
 FORMAT = TierFormat(block=16, group=16, key_meta="float32", value_meta="float16")
@@ -183,6 +184,7 @@ class PaperStep(CertifiedStep):
         """Return how far a coded score may be from the exact one before something must be corrupt."""
         return self.half_step * MARGIN + self.options.eps_guard
 
+    @phased("select")
     def chosen(self, coded: Tensor) -> Selection:
         """Return the key blocks to promote, given the log masses `[Hkv, R, M + 1]` of the codes."""
         return select(coded.softmax(-1), self.options)
@@ -191,11 +193,13 @@ class PaperStep(CertifiedStep):
         """Return the log masses of blocks as they are scored now, `[Hkv, R, M + 1]`."""
         return self.peak + self.mass.log()
 
+    @phased("select")
     def value_errors(self) -> Tensor:
         """Return rho_b * eta_b `[Hkv, R, M]`, 0 where values are exact; all scores are final."""
         self.final = self.masses()
         return self._inexact(self.final[0].active()[..., :-1] * self.notes.eta[:, None, :-1])
 
+    @phased("rank_check")
     def order_failures(self, exact: Tensor, coded: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return which heads fail the rank and the boundary check, given log masses `[Hkv, R, M + 1]`."""
         known = self.exact_keys[:, None].expand_as(coded[..., :-1])
@@ -252,6 +256,7 @@ class PaperStep(CertifiedStep):
 class CompiledPaperStep(PaperStep, CompiledStep):
     """The same step with compiled pieces."""
 
+    @phased("select")
     def chosen(self, coded: Tensor) -> Selection:
         """Return the key blocks to promote, given the log masses `[Hkv, R, M + 1]` of the codes."""
         o = self.options
@@ -262,11 +267,13 @@ class CompiledPaperStep(PaperStep, CompiledStep):
         """Return the log masses of blocks as they are scored now, `[Hkv, R, M + 1]`."""
         return self.log_mass
 
+    @phased("select")
     def value_errors(self) -> Tensor:
         """Return rho_b * eta_b `[Hkv, R, M]`, 0 where values are exact; all scores are final."""
         self.weights_of_blocks = self.weighed()
         return self.weights_of_blocks.error
 
+    @phased("rank_check")
     def order_failures(self, exact: Tensor, coded: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return which heads fail the rank and the boundary check, given log masses `[Hkv, R, M + 1]`."""
         return _cpu_float64_blocks.order_failures(exact, coded, self.exact_keys, delta, self.options.ranks)
