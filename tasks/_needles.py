@@ -71,9 +71,16 @@ class NeedleBag:
 
     def draw(self, form: Form, payload: str) -> Needle:
         """Return a fresh needle of `form` with a value of kind `payload`."""
-        makers = {"digits": self._digits, "words": self._pairs, "uuid": self._uuids}
-        value = self._fresh(makers[payload]())
+        value = self._value(payload)
         return Needle(form, self._fresh(self._pairs()), value)
+
+    def another(self, needle: Needle, payload: str) -> Needle:
+        """Draw one more fact with the form and the key of `needle`."""
+        return Needle(needle.form, needle.key, self._value(payload))
+
+    def _value(self, payload: str) -> str:
+        makers = {"digits": self._digits, "words": self._pairs, "uuid": self._uuids}
+        return self._fresh(makers[payload]())
 
     def _fresh(self, candidates: Iterator[str]) -> str:
         for text in candidates:

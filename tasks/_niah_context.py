@@ -22,11 +22,11 @@ NEEDLE_ONLY = "needle-only"
 
 
 class Question(NamedTuple):
-    """One question, the opening of its answer, and the value that answers it."""
+    """One question, the opening of its answer, and the values that answer it."""
 
     text: str
     opening: str
-    value: str
+    values: tuple[str, ...]
 
 
 class Plan(NamedTuple):
@@ -34,6 +34,7 @@ class Plan(NamedTuple):
 
     control: str | None
     planted: tuple[Needle, ...]
+    """The first needle of each question, then the others."""
     decoys: tuple[Needle, ...]
     asked: tuple[Question, ...]
 
@@ -56,34 +57,39 @@ class Context:
     def samples(self) -> list[Sample]:
         """Return the scored samples, one per question."""
         asked = tuple(map(self._question, self.needles))
-        return _Filling(self, Plan(None, self.needles, self.decoys, asked)).samples()
+        return _Filling(self, Plan(None, self.needles + self.others, self.decoys, asked)).samples()
 
     def needle_only(self) -> Sample:
         """Return the control with the same needle and question in two sentences of haystack."""
         needle = self.needles[0]
-        plan = Plan(NEEDLE_ONLY, (needle,), (), (self._question(needle),))
+        plan = Plan(NEEDLE_ONLY, self._facts(needle), (), (self._question(needle),))
         return _Filling(self, plan).samples()[0]
 
     def no_needle(self) -> Sample:
-        """Return the control without the needle, scored against the value that would have been planted."""
+        """Return the control without the needle, scored against what would have been planted."""
         plan = Plan("no-needle", (), self.decoys, (self._question(self.needles[0]),))
         return _Filling(self, plan).samples()[0]
 
     def wrong_key(self) -> Sample:
-        """Return the control that asks for a key never planted; the planted value would be a hit."""
+        """Return the control that asks for a key never planted; the planted values would be hits."""
         needle, decoys = self.needles[0], self.decoys
         # drawn last: the bag must know the keys of the decoys
-        asked = self._question(self._draw(0))._replace(value=needle.value)
-        return _Filling(self, Plan("wrong-key", (needle,), decoys, (asked,))).samples()[0]
+        asked = self._question(self._draw(0))._replace(values=self._question(needle).values)
+        return _Filling(self, Plan("wrong-key", self._facts(needle), decoys, (asked,))).samples()[0]
 
     def rng(self, stream: str) -> SplitMix64:
         """Return the generator of one stream of this context."""
         return SplitMix64(seed(self.request.seed, "niah", self.index, stream))
 
     def depth(self, question: int) -> float:
-        """Return the nominal depth in percent; the questions of one context are spread over the grid."""
+        """Return the nominal depth in percent of the first fact that answers a question."""
+        return self.depth_of(self.needles[question])
+
+    def depth_of(self, needle: Needle) -> float:
+        """Return the nominal depth in percent; all facts that are asked for are spread over the grid."""
+        asked = [fact for first in self.needles for fact in self._facts(first)]
         grid = self.options.depth_grid()
-        return float(grid[(self.index + question * len(grid) // self.options.questions) % len(grid)])
+        return float(grid[(self.index + asked.index(needle) * len(grid) // len(asked)) % len(grid)])
 
     def form(self, question: int) -> Form:
         """Return the form; each pair of depth and form comes once before the forms move on."""
@@ -97,8 +103,16 @@ class Context:
         return tuple(self._draw(question) for question in range(self.options.questions))
 
     @cached_property
+    def others(self) -> tuple[Needle, ...]:
+        """Return further facts with the keys of the asked needles and other values."""
+        more = range(1, self.options.values)
+        kind = self.options.payload
+        return tuple(self._bag.another(n, payload_kind(kind, n.form)) for n in self.needles for _ in more)
+
+    @cached_property
     def decoys(self) -> tuple[Needle, ...]:
         """Return the decoys of all questions."""
+        assert len(self.others) == len(self.needles) * (self.options.values - 1)  # drawn before the decoys
         each = self.options.decoys or 0
         return tuple(self._draw(question) for question, _ in enumerate(self.needles) for _ in range(each))
 
@@ -110,10 +124,16 @@ class Context:
         form = self.form(question)
         return self._bag.draw(form, payload_kind(self.options.payload, form))
 
+    def _facts(self, needle: Needle) -> tuple[Needle, ...]:
+        """Return an asked needle and the others with its key."""
+        return (needle, *(other for other in self.others if other.key == needle.key))
+
     def _question(self, needle: Needle) -> Question:
-        text = data("needles")["question"].format(question=needle.form.ask(needle.key))
+        values = tuple(fact.value for fact in self._facts(needle))
+        wording = data("needles")["question" if self.options.values == 1 else "question_all"]
+        text = wording.format(question=needle.form.ask(needle.key), count=self.options.values)
         opening = needle.form.opening(needle.key) if self.options.prefix else ""
-        return Question(text, opening, needle.value)
+        return Question(text, opening, values)
 
 
 class _Filling:
@@ -132,7 +152,7 @@ class _Filling:
         places = context.rng(f"layout/{context.request.ctx}")
         self.decoys = self._inserts(plan.decoys, [places.next() / 2**64 for _ in plan.decoys])
         self.needles = self._inserts(
-            plan.planted, [context.depth(k) / 100 for k, _ in enumerate(plan.planted)]
+            plan.planted, [context.depth_of(needle) / 100 for needle in plan.planted]
         )
 
     def samples(self) -> list[Sample]:
@@ -206,7 +226,7 @@ class _Filling:
             cluster=context.form(k).name if visible else f"context-{context.index}",
             prompt_ids=prompt.ids,
             context_len=len(prompt.ids) if visible else min(_question_at(prompt, body.text), shared),
-            references=(asked.value,),
+            references=asked.values,
             max_new_tokens=self.options.gen,
             stop_ids=self.tokenizer.eos_ids,
             seed=seed(context.request.seed, "niah", context.index, "needle"),
@@ -222,6 +242,7 @@ class _Filling:
             "key": context.needles[k].key,
             "depth": context.depth(k),
             "achieved_depth": self._achieved_depth(k, prompt, body) if self.plan.planted else None,
+            "values": self.options.values,
             "decoys": len(self.plan.decoys) // self.options.questions,
             "question": k,
             "question_visible": self.options.questions == 1,
@@ -260,12 +281,15 @@ class _Filling:
         """Raise `BrokenRun` unless each key and value occurs as often as planned and the budget holds."""
         asked = self.plan.asked[k]
         decoded = self.tokenizer.decode(prompt.ids)
-        planted = {needle.value for needle in self.plan.planted}
-        counts = [(decoded, asked.value, int(asked.value in planted))]
-        for needle in (*self.plan.planted, *self.plan.decoys, self.context.needles[0]):
-            there = int(needle in self.plan.planted or needle in self.plan.decoys)
-            in_question = (asked.text + asked.opening).count(needle.key)
-            counts += [(body.text, needle.value, there), (prompt.text, needle.key, there + in_question)]
+        planted = (*self.plan.planted, *self.plan.decoys)
+        values, keys = [needle.value for needle in planted], [needle.key for needle in planted]
+        counts = [(decoded, value, values.count(value)) for value in asked.values]
+        for needle in (*planted, self.context.needles[0]):
+            there = keys.count(needle.key) + (asked.text + asked.opening).count(needle.key)
+            counts += [
+                (body.text, needle.value, values.count(needle.value)),
+                (prompt.text, needle.key, there),
+            ]
         for text, part, expected in counts:
             if text.count(part) != expected:
                 raise _broken(f"{part!r} occurs {text.count(part)} times in the prompt instead of {expected}")

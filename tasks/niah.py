@@ -33,6 +33,8 @@ class Options:
     """what the value is: 7 digits, two words, a UUID, or each of them in turn"""
     decoys: int | None = None
     """needles of the asked form with other keys, per question; none: 16 for a constructed model, else 0"""
+    values: int = 1
+    """facts with the same key and other values, all of which the answer is to name (multi-value)"""
     questions: int = 1
     """questions asked of one context; from 2 on the context is compressed before any question is seen"""
     turns: Literal["fresh", "chained"] = "fresh"
@@ -60,7 +62,8 @@ class Options:
         self.depth_grid()
         _require("gen", self.gen, 1, 1 << 20)
         _require("questions", self.questions, 1, len(self.form_list()))
-        _require("decoys", self.decoys or 0, 0, self._most_decoys())
+        _require("values", self.values, 1, self._most_needles())
+        _require("decoys", self.decoys or 0, 0, self._most_needles() - self.values)
 
     def depth_grid(self) -> tuple[float, ...]:
         """Return the depths in percent; raise `SpecError` unless 0 <= FROM <= TO <= 100 and STEP > 0."""
@@ -84,11 +87,11 @@ class Options:
                 raise _not_allowed("forms", name, f"all or a comma list of {', '.join(known)}", hint)
         return tuple(form for name, form in known.items() if name in chosen)
 
-    def _most_decoys(self) -> int:
-        """Return for how many decoys there are words: the keys and word values of a sample share none."""
+    def _most_needles(self) -> int:
+        """Return for how many needles a question has words: keys and word values of a sample share none."""
         pairs = min(len(adjectives()), len(nouns())) * 9 // 10
         each = 1 if self.payload in ("digits", "uuid") else 2
-        return pairs // (each * self.questions) - 1
+        return pairs // (each * self.questions)
 
 
 def _require(name: str, value: int, low: int, high: int) -> None:
@@ -136,7 +139,7 @@ class Niah:
             yield from (Context(request, tokenizer, index).wrong_key() for index in range(full))
 
     def score(self, sample: Sample, completion: Completion) -> dict[str, float]:
-        """Return `accuracy` (the value stands in the answer, nothing touches it) and `contains`."""
+        """Return `accuracy` (the share of values in the answer that nothing touches) and `contains`."""
         text = clean(completion.text, strip_think=bool(sample.meta.get("strip_think")))
         return {"accuracy": bounded(text, sample.references), "contains": contains(text, sample.references)}
 

@@ -297,6 +297,54 @@ def test_decoys_have_the_asked_form_other_keys_and_other_values():
     assert sample.meta["decoys"] == 16
 
 
+def test_several_values_of_one_key_are_all_planted_and_all_asked_for():
+    tokenizer = PatternTokenizer()
+    sample = build(tokenizer, ctx=4096, values=4, decoys=3)[0]
+    text = text_of(tokenizer, sample)
+    key, facts = sample.meta["key"], re.findall(r"The locker of ([a-z-]+) opens with (\d+)\.", text)
+    mine = [value for name, value in facts if name == key]
+    assert len(facts) == 4 + 3
+    assert sorted(mine) == sorted(sample.references)
+    assert len(set(mine)) == 4
+    assert "Name all 4 values." in text
+    places = [text.index(value) / len(text) for value in sample.references]
+    # a fourth of the eleven depths apart: 0, 20, 50 and 80 %
+    assert places == pytest.approx([0, 0.2, 0.5, 0.8], abs=0.05)
+
+
+def test_more_values_leave_the_first_fact_of_each_question_as_it_was():
+    plain = build(PatternTokenizer(), ctx=4096, samples=4, questions=2)
+    several = build(PatternTokenizer(), ctx=4096, samples=4, questions=2, values=2)
+    for one, more in zip(plain, several, strict=True):
+        assert more.meta["key"] == one.meta["key"]
+        assert more.references[:1] == one.references
+        assert len(more.references) == 2
+
+
+def test_an_answer_with_half_of_the_values_is_half_right():
+    sample = build(PatternTokenizer(), ctx=4096, values=2)[0]
+    first, second = sample.references
+    score = {text: TASK.score(sample, Completion((), text, "stop"))["accuracy"] for text in (first, second)}
+    assert score == {first: 0.5, second: 0.5}
+    assert TASK.score(sample, Completion((), f"{second} and {first}", "stop"))["accuracy"] == 1
+
+
+@pytest.mark.parametrize("values", [0, 10**6])
+def test_impossible_numbers_of_values_are_refused(values):
+    with pytest.raises(SpecError, match=f"values={values} is not allowed"):
+        Options(values=values)
+
+
+def test_controls_of_several_values_plant_all_or_none():
+    tokenizer = PatternTokenizer()
+    wanted = request(samples=10, values=2, wrong_key=True)
+    counts = {"needle-only": set(), "no-needle": set(), "wrong-key": set()}
+    for sample in TASK.controls(wanted, tokenizer):
+        text = text_of(tokenizer, sample)
+        counts[sample.control].add(sum(value in text for value in sample.references))
+    assert counts == {"needle-only": {2}, "no-needle": {0}, "wrong-key": {2}}
+
+
 def test_decoys_are_spread_over_the_text():
     tokenizer = PatternTokenizer()
     text = text_of(tokenizer, build(tokenizer, ctx=16384, decoys=40)[0])
@@ -532,7 +580,7 @@ def test_options_come_from_texts_and_every_one_is_documented():
 
 
 def test_the_largest_allowed_number_of_decoys_can_be_drawn():
-    most = Options()._most_decoys()
+    most = Options()._most_needles() - 1
     sample = build(ctx=16384, decoys=most, samples=1)[0]
     assert sample.meta["decoys"] == most
 
@@ -553,4 +601,4 @@ def test_a_64k_prompt_takes_few_encodings_and_little_time():
 
 def test_the_wording_is_pinned_to_its_version():
     raw = files("rcq_cli.tasks").joinpath("data/needles.json").read_bytes()
-    assert (TASK.prompt_set, hashlib.sha256(raw).hexdigest()[:16]) == ("rcq-n1", "82a607c9be864aa0")
+    assert (TASK.prompt_set, hashlib.sha256(raw).hexdigest()[:16]) == ("rcq-n1", "33f278c311a5ef5c")
