@@ -152,7 +152,7 @@ def run_kernel(
     shape = cache.shape
     threads = cpu.share_threads()
     ranges = 1
-    if shape.heads % threads and cache.block_count >= 8 * threads:
+    if shape.heads % threads and cache.block_count >= SHARED_BLOCKS:
         ranges = threads // gcd(shape.heads, threads)
     # phases are timed one by one; without a clock a thread runs all of them for its heads and never waits
     apart = ranges > 1 or heard()
@@ -221,6 +221,8 @@ class Scratch:
         self.nbytes = sum(array.nbytes for array in self.arrays)
 
 
+SHARED_BLOCKS = 256
+"""Blocks from which on threads share a KV head rather than leave one idle: below, meeting costs them more."""
 KEPT = 4
 """Scratches a thread keeps: layers of several shapes and contexts may take turns."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rcq_cli import LayerCache
 from rcq_cli.api import MODES
 from rcq_cli.backends import choose_backend
-from rcq_cli.certify.fused import room_for
+from rcq_cli.certify.fused import SHARED_BLOCKS, room_for
 from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels import cpu
 from rcq_cli.protocols import Geometry
@@ -155,8 +155,9 @@ def test_naive_is_attention_on_what_the_codes_stand_for() -> None:
     assert not torch.allclose(outputs[0].double(), truth(query, k, v, 0.125), atol=1e-3)
 
 
-def test_one_kv_head_is_split_over_the_threads() -> None:
-    k, v = data("topics", 1, 2100, 64, seed=4)
+@pytest.mark.parametrize("tokens", [2100, 32 * SHARED_BLOCKS + 5])
+def test_two_threads_give_what_one_gives_where_they_share_a_kv_head_and_where_not(tokens: int) -> None:
+    k, v = data("topics", 1, tokens, 64, seed=4)
     before = torch.get_num_threads()
     outputs = []
     try:
