@@ -93,9 +93,14 @@ def _digits(value: float) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """Write a number with `digits` significant digits, exponents in their shortest form."""
+    """Write a number with `digits` significant digits, exponents in their shortest form.
+
+    What is nearly 1 but not 1 keeps two digits of what is missing.
+    """
     if value is None or not math.isfinite(value):
         return "-"
+    if value < 1 and float(f"{value:.{digits}g}") == 1:
+        digits = math.floor(-math.log10(1 - value)) + 2
     return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e")
 
 
