@@ -219,6 +219,8 @@ def _fill_intervals(pair: Pair, spec: PairSpec, measured: Measured) -> None:
         ci = stats.guard(ci, pair["difference"], n, alpha)
     if ci and by_cluster:
         method, ci = f"{method}+cluster-t", _widest(ci, by_cluster.ci)
+    if ci and not spec.log_ratio:
+        ci = _possible(ci)
     pair["ci_method"], pair["difference_ci"] = method, list(ci) if ci else None
     pair["cluster"] = {
         "key": spec.cluster,
@@ -286,7 +288,7 @@ def _fill_macro(pair: Pair, specs: Sequence[PairSpec], pairings: Sequence[Pairin
     full = [[e for e in level if e is not None] for level in levels]
     intervals = [stats.combine([share] * len(parts), e, alpha).ci for e in full if len(e) == len(parts)]
     if intervals:
-        ci = stats.guard(_widest(*intervals), pair["difference"], effective, alpha)
+        ci = _possible(stats.guard(_widest(*intervals), pair["difference"], effective, alpha))
         pair["difference_ci"], pair["ci_method"] = list(ci), "stratified t"
     pair["bootstrap_ci"] = list(stats.bootstrap(*strata, key=f"{specs[0].key}|macro", alpha=alpha))
     pair["cluster"] = {"key": specs[0].cluster, "k": sum(len(s[0]) for s in strata), "ci": None}
@@ -312,7 +314,13 @@ def _fill_independent(pair: Pair, spec: PairSpec, pairing: Pairing) -> None:
         pair["difference_ci"] = list(stats.newcombe_independent(*counts, spec.alpha))
     else:
         estimate: MeanEstimate | None = stats.welch(reference, candidate, spec.alpha)
-        pair["ci_method"], pair["difference_ci"] = "welch", list(estimate.ci) if estimate else None
+        ci = estimate and (estimate.ci if spec.log_ratio else _possible(estimate.ci))
+        pair["ci_method"], pair["difference_ci"] = "welch", list(ci) if ci else None
+
+
+def _possible(ci: Interval) -> Interval:
+    """Return the part of an interval that differences of scores in [0, 1] can lie in."""
+    return Interval(max(-1.0, ci.lower), min(1.0, ci.upper))
 
 
 def _widest(*intervals: Interval) -> Interval:

@@ -187,6 +187,18 @@ def test_a_sure_loss_of_the_margin_fails_by_the_second_clause():
     assert {p["verdict"] for p in family} == {"inconclusive"}
 
 
+def test_no_interval_of_a_difference_leaves_what_is_possible():
+    """Two questions on each of eight contexts, 14 of 16 answers lost: the cluster interval goes below -1."""
+    candidate = [0] * 12 + [0, 1, 1, 0]
+    pair = judge_cell(spec(), *arms([1] * 16, candidate, [f"context-{i // 2}" for i in range(16)]))
+    assert pair["ci_method"] == "tango+cluster-t"
+    assert pair["cluster"]["ci"][0] < -1
+    assert pair["difference_ci"][0] == -1
+    assert pair["difference_ci"][1] < 0
+    fractional = judge_cell(spec(), *arms([1.0] * 3, [0.0, 0.25, 0.0]))
+    assert fractional["difference_ci"][0] == -1
+
+
 def test_holm_counts_the_cells_of_each_candidate_alone():
     cells = [(31, 0), (44, 3), (61, 0)]
     naive = [(spec(candidate="naive", ctx=i), *table(0, b, c, 100 - b - c)) for i, (b, c) in enumerate(cells)]
