@@ -17,7 +17,7 @@ from numba import prange
 from torch import Tensor
 
 from rcq_cli.kernels._cpu_float64_rows import ROWS, add_rows, decode, dots, kind_of, widen
-from rcq_cli.kernels._cpu_vector import ahead, bytes_at, doubles_at, entry, floats_at, longs_at, plain
+from rcq_cli.kernels._cpu_vector import ahead, bytes_at, doubles_at, entry, longs_at, plain
 from rcq_cli.kernels._format import CHECKSUM_FACTOR
 from rcq_cli.kernels._rounding import MARGIN
 from rcq_cli.kernels.cpu import share_threads
@@ -25,7 +25,7 @@ from rcq_cli.kernels.cpu import share_threads
 Array = np.ndarray[Any, Any]
 Pairs = tuple[Tensor, Tensor]
 """KV head and block of each of n blocks, int64 `[n]`."""
-_PIECES = 16
+PIECES = 16
 """Work is cut into this many pieces, so that a thread that was held up is waited for only briefly."""
 
 
@@ -58,22 +58,25 @@ class Layer(NamedTuple):
     values: Place
     checks: Array
     """Checksums int64 `[H, M, 2]`: of codes and annotations, of originals."""
+    slots: Array
+    """Row of each block in the codes of values, int32 `[H, M]`; negative where they are not there."""
 
     def tier_1(self) -> Array:
         """Return the table of what the first checksum covers."""
-        return table([*self.codes.values(), self.annotations])
+        by_slot = [name.startswith("value_") for name in self.codes]
+        return table([*self.codes.values(), self.annotations], [*by_slot, False])
 
     def originals(self) -> Array:
         """Return the table of what the second checksum covers."""
-        return table([self.keys, self.values])
+        return table([self.keys, self.values], [False, False])
 
 
-def table(places: list[Place]) -> Array:
-    """Return address, pitch and width of rows in words of eight bytes."""
+def table(places: list[Place], by_slot: list[bool]) -> Array:
+    """Return address, pitch and width of rows in words of eight bytes, and whether slots number them."""
     rows = []
-    for address, pitch, width, size, _ in places:
+    for (address, pitch, width, size, _), numbered in zip(places, by_slot, strict=True):
         assert width * size % 8 == pitch * size % 8 == 0, "whole words only"
-        rows.append((address, pitch * size // 8, width * size // 8))
+        rows.append((address, pitch * size // 8, width * size // 8, numbered))
     return np.array(rows, dtype=np.int64)
 
 
@@ -108,8 +111,8 @@ def score(
     codes, steps, offset = (layer.codes.get(f"key_{name}", nowhere) for name in ("codes", "scale", "offset"))
     assert steps.pitch == offset.pitch
     _score(
-        query.contiguous().numpy(), scale, *codes[:2], *steps[:2], offset.address, *tail[:2], tail.kind,
-        tail_tokens, *(note.numpy() for note in notes), *slack, *(each.numpy() for each in found),
+        query.contiguous().numpy(), scale, *codes[:2], *steps[:2], offset.address, steps.kind, *tail[:2],
+        tail.kind, tail_tokens, *(note.numpy() for note in notes), *slack, *(each.numpy() for each in found),
         fine.numpy(),
     )  # fmt: skip
     return found, bool(fine.all())
@@ -134,7 +137,9 @@ class Promoted(NamedTuple):
     """What was wrong with blocks, bool `[n]` each."""
 
     unlike: Tensor
-    """A coded score was further from the exact one than allowed, or what was sealed has changed."""
+    """A coded score was further from the exact one than allowed, or what was sealed has changed.
+
+    A block without codes of values is judged by its scores."""
     changed: Tensor
     """The originals are not what was stored; what was scored is of no use."""
 
@@ -150,8 +155,8 @@ def promote(
     found = Promoted(*(torch.empty(len(take), dtype=torch.bool) for _ in "uc"))
     _promote(
         query.contiguous().numpy(), scale, *layer.keys[:3], layer.keys.kind, *(i.numpy() for i in pairs),
-        take.numpy(), allowed.numpy(), tier_1, originals, _factors(tier_1, originals), layer.checks,
-        scores.numpy(), *(flags.numpy() for flags in found),
+        take.numpy(), allowed.numpy(), tier_1, originals, odd_factors(tier_1, originals), layer.checks,
+        layer.slots, scores.numpy(), *(flags.numpy() for flags in found),
     )  # fmt: skip
     return found
 
@@ -165,7 +170,7 @@ def sum_values(
     codes stand for. The second item tells which exact blocks are not what was stored, `[Hkv, M]`.
     """
     heads, group = weights.shape[:2]
-    changed, sums = torch.zeros_like(exact), weights.new_zeros(_PIECES, heads, group, dim)
+    changed, sums = torch.zeros_like(exact), weights.new_zeros(PIECES, heads, group, dim)
     nowhere = Place(0, 0, 0, 0, 0)
     codes, scale, offset = (
         layer.codes.get(f"value_{name}", nowhere) for name in ("codes", "scale", "offset")
@@ -174,21 +179,21 @@ def sum_values(
     originals = layer.originals()
     _sum_values(
         weights.numpy(), share.numpy(), *codes[:2], *scale[:2], offset.address, exact.numpy(),
-        *layer.values[:3], layer.values.kind, originals, _factors(originals), layer.checks, *tail[:2],
+        *layer.values[:3], layer.values.kind, originals, odd_factors(originals), layer.checks, *tail[:2],
         tail_tokens, sums.numpy(), changed.numpy(),
     )  # fmt: skip
     # even channels come before odd ones
     return sums.sum(0).unflatten(2, (2, -1)).transpose(2, 3).flatten(2), changed
 
 
-def checksums(words: Array, pairs: Pairs) -> Tensor:
-    """Return the checksum of pairs over the parts of a `table`, int64 `[n]`."""
+def checksums(words: Array, pairs: Pairs, slots: Array) -> Tensor:
+    """Return the checksum of pairs, which have `slots` `[H, M]`, over the parts of a `table`, int64 `[n]`."""
     out = torch.empty(len(pairs[0]), dtype=torch.int64)
-    _checksums(words, _factors(words), *(index.numpy() for index in pairs), out.numpy())
+    _checksums(words, odd_factors(words), *(index.numpy() for index in pairs), slots, out.numpy())
     return out
 
 
-def _factors(*tables: Array) -> Array:
+def odd_factors(*tables: Array) -> Array:
     """Return the odd factors of the words of a block, modulo 2^64."""
     return _odd(max(int(words[:, 2].sum()) for words in tables))
 
@@ -221,20 +226,23 @@ def compiled(**options: Any) -> Callable[[Any], Callable[..., None]]:
 @compiled(fastmath=LOOSE)
 def _score(
     query: Array, factor: float, codes: int, code_pitch: int, scale: int, meta_pitch: int, offset: int,
-    tail: int, tail_pitch: int, kind: int, tail_tokens: int, rk: Array, kappa: Array, rate: float,
-    floor: float, out: Array, half_step: Array, slack: Array, delta: Array, fine: Array,
+    meta_kind: int, tail: int, tail_pitch: int, kind: int, tail_tokens: int, rk: Array, kappa: Array,
+    rate: float, floor: float, out: Array, half_step: Array, slack: Array, delta: Array, fine: Array,
 ) -> None:  # fmt: skip
     (heads, group, count, size), dim = out.shape, query.shape[2]
     pairs = heads * count
-    for piece in prange(_PIECES):
-        buffer, constant = np.empty((group + ROWS, dim)), np.empty(group)
+    for piece in prange(PIECES):
+        buffer, constant = np.empty((group + ROWS + 2, dim)), np.empty(group)
         rows = doubles_at(buffer.ctypes.data)
         folded = ahead(rows, ROWS * dim)
-        for pair in range(piece * pairs // _PIECES, (piece + 1) * pairs // _PIECES):
+        steps, zeros = ahead(folded, group * dim), ahead(folded, (group + 1) * dim)
+        for pair in range(piece * pairs // PIECES, (piece + 1) * pairs // PIECES):
             h, b, check = pair // count, pair % count, 0.0
             coded, held = b < count - 1, size if b < count - 1 else tail_tokens
-            meta = h * meta_pitch + b * dim
-            steps, zeros = ahead(floats_at(scale), meta), ahead(floats_at(offset), meta)
+            if coded:
+                meta = h * meta_pitch + b * dim
+                widen(meta_kind, scale, meta, dim, steps)
+                widen(meta_kind, offset, meta, dim, zeros)
             for r in range(group):
                 asked, into = (
                     ahead(doubles_at(query.ctypes.data), (h * group + r) * dim),
@@ -298,11 +306,12 @@ def _sum_weights(
 
 
 @plain
-def _checksum(words: Array, factors: Array, head: int, block: int) -> Any:
+def checksum(words: Array, factors: Array, head: int, block: int, slot: int) -> Any:
     total, mine = 0, longs_at(factors.ctypes.data)
     for part in range(len(words)):
         address, pitch, width = words[part, 0], words[part, 1], words[part, 2]
-        stored = longs_at(address + 8 * (head * pitch + block * width))
+        row = slot if words[part, 3] else block
+        stored = longs_at(address + 8 * (head * pitch + row * width))
         for i in range(width):
             total += stored[i] * mine[i]
         mine = ahead(mine, width)
@@ -313,17 +322,19 @@ def _checksum(words: Array, factors: Array, head: int, block: int) -> Any:
 def _promote(
     query: Array, scale: float, keys: int, pitch: int, width: int, kind: int, heads: Array, blocks: Array,
     take: Array, allowed: Array, tier_1: Array, originals: Array, factors: Array, checks: Array,
-    scores: Array, unlike: Array, changed: Array,
+    slots: Array, scores: Array, unlike: Array, changed: Array,
 ) -> None:  # fmt: skip
     group, size, dim, count = scores.shape[1], scores.shape[3], query.shape[2], len(heads)
-    for piece in prange(_PIECES):
+    for piece in prange(PIECES):
         buffer = np.empty((ROWS, dim))
         rows = doubles_at(buffer.ctypes.data)
-        for pair in range(piece * count // _PIECES, (piece + 1) * count // _PIECES):
+        for pair in range(piece * count // PIECES, (piece + 1) * count // PIECES):
             h, b = heads[pair], blocks[pair]
+            slot = slots[h, b]
             # the originals are summed up just before they are scored, so memory is read once
-            changed[pair] = _checksum(originals, factors, h, b) != checks[h, b, 1]
-            bad = _checksum(tier_1, factors, h, b) != checks[h, b, 0]
+            changed[pair] = checksum(originals, factors, h, b, b) != checks[h, b, 1]
+            # what has no values here is checked by its scores alone
+            bad = slot >= 0 and checksum(tier_1, factors, h, b, slot) != checks[h, b, 0]
             for t in range(0, size, ROWS):
                 widen(kind, keys, h * pitch + b * width + t * dim, ROWS * dim, rows)
                 for r in range(group):
@@ -343,15 +354,15 @@ def _sum_values(
 ) -> None:  # fmt: skip
     (heads, group, count, size), dim = weights.shape, out.shape[3]
     pairs = heads * count
-    for piece in prange(_PIECES):
+    for piece in prange(PIECES):
         # even channels are low nibbles, odd ones high: apart, both run through memory in order
         buffer = np.empty((2 * ROWS, dim))
         rows, raw = doubles_at(buffer.ctypes.data), ahead(doubles_at(buffer.ctypes.data), ROWS * dim)
-        for pair in range(piece * pairs // _PIECES, (piece + 1) * pairs // _PIECES):
+        for pair in range(piece * pairs // PIECES, (piece + 1) * pairs // PIECES):
             h, b = pair // count, pair % count
             held, coded = size if b < count - 1 else tail_tokens, b < count - 1 and not exact[h, b]
             if b < count - 1 and exact[h, b]:
-                changed[h, b] = _checksum(originals, factors, h, b) != checks[h, b, 1]
+                changed[h, b] = checksum(originals, factors, h, b, b) != checks[h, b, 1]
             for start in range(0, held, ROWS):
                 present = min(held - start, ROWS)
                 if coded:
@@ -373,8 +384,9 @@ def _sum_values(
 
 
 @compiled()
-def _checksums(words: Array, factors: Array, heads: Array, blocks: Array, out: Array) -> None:
+def _checksums(words: Array, factors: Array, heads: Array, blocks: Array, slots: Array, out: Array) -> None:
     count = len(heads)
-    for piece in prange(_PIECES):
-        for pair in range(piece * count // _PIECES, (piece + 1) * count // _PIECES):
-            out[pair] = _checksum(words, factors, heads[pair], blocks[pair])
+    for piece in prange(PIECES):
+        for pair in range(piece * count // PIECES, (piece + 1) * count // PIECES):
+            h, b = heads[pair], blocks[pair]
+            out[pair] = checksum(words, factors, h, b, slots[h, b])

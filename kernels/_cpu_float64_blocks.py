@@ -1,10 +1,9 @@
-"""Float64 pieces of a step, compiled for the CPU: passes over the blocks of each head.
+"""Float64 pieces of a step, compiled for the CPU: annotations of blocks, and choices among them.
 
-Every one states which function of `rcq_cli` defines what it computes; nothing is skipped here, the values of
-all blocks being read. A bound that is NaN counts as infinite.
+Every one states which function of `rcq_cli` defines what it computes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,44 +11,10 @@ from numba import prange
 from torch import Tensor
 
 from rcq_cli.kernels._cpu_float64 import LOOSE, Array, Place, compiled
+from rcq_cli.kernels._cpu_float64_bounds import falling
 from rcq_cli.kernels._cpu_float64_rows import kind_of, widen
-from rcq_cli.kernels._cpu_vector import ahead, doubles_at, half, loose, plain, shorts_at
+from rcq_cli.kernels._cpu_vector import ahead, doubles_at, half, plain, shorts_at
 from rcq_cli.kernels._rounding import MARGIN
-
-_NEAR_ONE = 2.0**-30
-
-
-class Weighed(NamedTuple):
-    """The masses of all blocks, `[Hkv, R, M + 1]` each, and their total."""
-
-    log_weight: Tensor
-    log_square: Tensor
-    log_flushed: Tensor
-    share: Tensor
-    """Factor of the weights of a block in the output."""
-    error: Tensor
-    """Share of the total times eta, 0 where values are exact, `[Hkv, R, M]`."""
-    total: Tensor
-    """`[Hkv, R]`"""
-
-
-def weighed(
-    masses: tuple[Tensor, ...], values: tuple[Tensor, Tensor], tokens: tuple[int, int], underflow: float
-) -> Weighed:
-    """Return what `ladder.CertifiedStep.masses` does, and the errors of values.
-
-    `masses` are peak, mass and square of `weigh`; `values` are eta `[Hkv, M + 1]` and which are
-    exact `[Hkv, M]`; `tokens` are those of a block and of the tail.
-    """
-    (heads, group, width), peak = masses[0].shape, masses[0]
-    found = Weighed(
-        *(torch.empty_like(peak) for _ in range(4)),
-        peak.new_empty(heads, group, width - 1),
-        peak.new_empty(heads, group),
-    )
-    inputs = (each.numpy() for each in (*masses, *values))
-    _weigh(*inputs, *tokens, np.log(underflow), *(each.numpy() for each in found))
-    return found
 
 
 class Chosen(NamedTuple):
@@ -85,47 +50,6 @@ def order_failures(
     return rank, boundary
 
 
-class Bounds(NamedTuple):
-    """Bounds on the error of an output, `[Hkv, R]`."""
-
-    key: Tensor
-    value: Tensor
-    rounding: Tensor
-    """Of the weighted sum and its normalisation, storing the output left out."""
-
-
-class Spread(NamedTuple):
-    """What bounds on values rest on."""
-
-    eta: Tensor
-    """`[Hkv, M + 1]`, the tail's being 0."""
-    radius: Tensor
-    """rv, `[Hkv, M + 1]`"""
-    centre: Tensor
-    """c0, `[Hkv, D]`"""
-    residual_spectrum: Tensor
-    """`[Hkv]`"""
-    spectrum: Tensor
-    """`[Hkv]`"""
-
-
-def bounds(
-    masses: Weighed, spread: Spread, deltas: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor, Tensor], rounding: tuple[float, float, float],
-) -> Bounds:  # fmt: skip
-    """Return what `ladder.CertifiedStep.evaluate` does with nothing skipped.
-
-    `deltas` `[Hkv, R, M + 1]` are those of exact and of coded keys, `exact` `[Hkv, M]` marks blocks with
-    exact keys and with exact values; `outputs` are the float64 output, the stored one in float64
-    `[Hkv, R, D]` and the error of storing it `[Hkv, R]`. `rounding` is the relative error of a sum (theta),
-    the unit roundoff and what underflow may have lost, as in `bounds.rounding`.
-    """
-    found = Bounds(*(torch.empty_like(masses.total) for _ in "kvr"))
-    inputs = (*masses[:3], masses.total, *spread, *deltas, *exact, *outputs)
-    _bounds(*(each.numpy() for each in inputs), *rounding, *(each.numpy() for each in found))
-    return found
-
-
 def annotations(stored: Place, raw: Tensor, raw_bounds: Tensor, tails: Tensor, centre: Tensor) -> Tensor:
     """Return what `TieredStore.bounds` does, `[4, Hkv, M + 1]`.
 
@@ -139,6 +63,22 @@ def annotations(stored: Place, raw: Tensor, raw_bounds: Tensor, tails: Tensor, c
         kind_of(tails.dtype), tokens, centre.numpy(), out.numpy(),
     )  # fmt: skip
     return out
+
+
+def heaviest(log_mass: Tensor, share: float) -> Tensor:
+    """Return what `ladder.CertifiedStep._heaviest` does, `[Hkv, M]`, for log masses `[Hkv, R, M + 1]`."""
+    heads, _, width = log_mass.shape
+    chosen = torch.zeros(heads, width, dtype=torch.bool)
+    _heaviest(log_mass.numpy(), share, chosen.numpy())
+    return chosen[:, :-1]
+
+
+def dearest(cost: Tensor, allowance: Tensor) -> Tensor:
+    """Return what `ladder.CertifiedStep._dearest` does, `[Hkv, M]`, for costs `[Hkv, R, M]`."""
+    heads, _, width = cost.shape
+    needed = torch.zeros(heads, width, dtype=torch.bool)
+    _dearest(cost.numpy(), allowance.numpy(), needed.numpy())
+    return needed
 
 
 @compiled(fastmath=LOOSE)
@@ -168,39 +108,6 @@ def _annotations(
             out[2 * i, h, count], out[2 * i + 1, h, count] = 0.0, np.sqrt(largest) * MARGIN
 
 
-@compiled(fastmath=LOOSE)
-def _weigh(
-    peak: Array, mass: Array, square: Array, eta: Array, exact: Array, size: int, tail: int,
-    log_underflow: float, log_weight: Array, log_square: Array, log_flushed: Array, share: Array,
-    error: Array, total: Array,
-) -> None:  # fmt: skip
-    heads, group, count = peak.shape
-    for row in prange(heads * group):
-        h, r, top, weight = row // group, row % group, -np.inf, 0.0
-        for b in range(count):
-            top = max(top, peak[h, r, b])
-        for b in range(count):
-            share[h, r, b] = np.exp(peak[h, r, b] - top)
-            weight += share[h, r, b] * mass[h, r, b]
-        log_total = np.log(weight)
-        for b in range(count):
-            below = peak[h, r, b] - top
-            log_weight[h, r, b] = (below - log_total) + np.log(mass[h, r, b])
-            log_square[h, r, b] = np.log(square[h, r, b]) + 2 * (below - log_total)
-            tokens = np.float64(size if b < count - 1 else tail)
-            log_flushed[h, r, b] = np.log(tokens) + min(below, log_underflow) - log_total
-            share[h, r, b] /= weight
-            if b < count - 1:
-                error[h, r, b] = 0.0 if exact[h, b] else share[h, r, b] * mass[h, r, b] * eta[h, b]
-        total[h, r] = weight
-
-
-@plain
-def _falling(values: Array) -> Any:
-    """Return the order of falling values, of equal ones the lower index first."""
-    return np.argsort(-values, kind="mergesort")
-
-
 @compiled()
 def _choose(
     coded: Array, tau: float, fewest: int, most: int, expand_above: float, chosen: Array, uncovered: Array,
@@ -208,15 +115,8 @@ def _choose(
 ) -> None:  # fmt: skip
     rows, width = coded.shape
     for row in prange(rows):
-        share, top, weight = np.empty(width), -np.inf, 0.0
-        for b in range(width):
-            top = max(top, coded[row, b])
-        for b in range(width):
-            share[b] = np.exp(coded[row, b] - top)
-            weight += share[b]
-        for b in range(width):
-            share[b] /= weight
-        order = _falling(share[: width - 1])
+        share = _softmax(coded[row])
+        order = falling(share[: width - 1])
         count, before = 0, 0.0
         for b in order:
             before += share[b]
@@ -256,7 +156,7 @@ def _order(
             a, b = np.argmax(mine), np.argmax(theirs)
             failed, last = a != b, mine[a]
         elif leading > 1:
-            a_order, b_order = _falling(mine), _falling(theirs)
+            a_order, b_order = falling(mine), falling(theirs)
             last = mine[a_order[leading - 1]]
             for i in range(leading):
                 failed = failed or a_order[i] != b_order[i]
@@ -267,129 +167,37 @@ def _order(
 
 
 @plain
-def _least(prefix: float, least: float, rest: float) -> float:
-    """Return min(least, prefix + rest)."""
-    bound = prefix + rest
-    return bound if bound < least else least
+def _softmax(logs: Array) -> Array:
+    share, top, total = np.empty(len(logs)), -np.inf, 0.0
+    for b in range(len(logs)):
+        top = max(top, logs[b])
+    for b in range(len(logs)):
+        share[b] = np.exp(logs[b] - top)
+        total += share[b]
+    for b in range(len(logs)):
+        share[b] /= total
+    return share
 
 
-@loose
-def _value_terms(
-    log_weight: Array, log_square: Array, eta: Array, exact: Array, radius: Array, centre: float,
-    spectrum: float,
-) -> Any:  # fmt: skip
-    """Return the bound on sum p ||v|| and sum p ||v'||, and `bounds.value_split(...).value()`."""
-    count = len(log_weight)
-    cost, after, norm, square = np.empty(count), np.empty(count + 1), 0.0, 0.0
-    for b in range(count):
-        share, off = np.exp(log_weight[b]), eta[b]
-        if b < count - 1 and exact[b]:
-            off = 0.0
-        norm += share * (radius[b] + centre + off)
-        cost[b] = share * off
-    order = _falling(cost)
-    after[count] = 0.0
-    for j in range(count - 1, -1, -1):
-        b = order[j]
-        square += np.exp(log_square[b]) if cost[b] > 0 else 0.0
-        after[j] = np.sqrt(spectrum * square * MARGIN)
-    before, least = 0.0, np.inf
-    for j in range(count + 1):
-        least = _least(before, least, after[j])
-        before += cost[order[j]] if j < count else 0.0
-    return norm * MARGIN, least * MARGIN
+@compiled()
+def _heaviest(log_mass: Array, share: float, chosen: Array) -> None:
+    heads, group, _ = log_mass.shape
+    for h in prange(heads):
+        for r in range(group):
+            weight, before = _softmax(log_mass[h, r]), 0.0
+            for b in falling(weight):
+                before += weight[b]
+                if before - weight[b] < share:
+                    chosen[h, b] = True
 
 
-@plain
-def _or_infinite(x: float) -> float:
-    return np.inf if np.isnan(x) else x
-
-
-@loose
-def _key_bound(
-    log_weight: Array, log_square: Array, log_flushed: Array, delta: Array, radius: Array, offset: float,
-    spectrum: float,
-) -> Any:  # fmt: skip
-    """Return the smaller of `bounds.key_split(...).value()` and 2 * radius * total variation."""
-    count = len(log_weight)
-    shift, energy, cost, after = np.empty(count), np.empty(count), np.empty(count), np.empty(count + 1)
-    low, moved, flushed, widest, farthest = 0.0, 0.0, 0.0, 0.0, 0.0
-    log_alone, heaviest = -np.inf, 0
-    for b in range(count):
-        d, log_share = delta[b], log_weight[b]
-        growth = np.log(-np.expm1(-d))
-        lost = np.exp(log_flushed[b] + d)
-        shift[b] = _or_infinite(np.exp(log_share + d + growth) + lost)
-        energy[b] = _or_infinite(np.exp(log_square[b] + 2 * (d + growth)) + lost * lost)
-        cost[b] = shift[b] * (radius[b] + offset)
-        low += np.exp(log_share - d)
-        moved += shift[b]
-        flushed += lost
-        widest, farthest = max(widest, d), max(farthest, radius[b])
-        if log_square[b] - log_share > log_alone:
-            log_alone, heaviest = log_square[b] - log_share, b
-    low /= MARGIN
-    alone = np.exp(log_alone) * (1 - _NEAR_ONE)
-    variation = _or_infinite(min(moved, np.tanh(widest / 2)) + flushed / low)
-    around = _around_one(alone, moved, np.expm1(delta[heaviest]), low)
-    variation = min(1.0, min(variation, around) * MARGIN)
-    order = _falling(cost)
-    after[count], c2, cw = 0.0, 0.0, 0.0
-    for j in range(count - 1, -1, -1):
-        b = order[j]
-        c2 += energy[b]
-        cw += shift[b]
-        after[j] = np.sqrt(spectrum * c2) + offset * cw
-    before, least = 0.0, np.inf
-    for j in range(count + 1):
-        least = _least(before / low, least, after[j] / low)
-        before += cost[order[j]] if j < count else 0.0
-    return min(least * MARGIN, _or_infinite(2 * farthest * variation * MARGIN))
-
-
-@plain
-def _around_one(alone: float, moved: float, growth: float, low: float) -> float:
-    """Return `bounds._around_one` with nothing lifted; `alone` is the share of the heaviest token."""
-    others = moved * (1 + _NEAR_ONE) - alone * growth
-    others = 0.0 if others < 0 else others
-    fit, rest = min(low, 1.0), 1 - alone
-    bound = (others + rest * (1 - fit)) / fit
-    return _or_infinite(rest if bound < rest else bound)
-
-
-@loose
-def _norm(one: Array, other: Array, factor: float) -> float:
-    """Return || one - factor * other ||."""
-    square = 0.0
-    for d in range(len(one)):
-        away = one[d] - factor * other[d]
-        square += away * away
-    return np.sqrt(square)
-
-
-@compiled(fastmath=LOOSE)
-def _bounds(
-    log_weight: Array, log_square: Array, log_flushed: Array, total: Array, eta: Array, radius: Array,
-    centre: Array, residual_spectrum: Array, spectrum: Array, slack: Array, coded: Array, exact_keys: Array,
-    exact_values: Array, output: Array, stored: Array, storing: Array, relative: float, roundoff: float,
-    lost: float, key: Array, value: Array, rounding: Array,
-) -> None:  # fmt: skip
-    heads, group, count = log_weight.shape
-    for row in prange(heads * group):
-        h, r = row // group, row % group
-        logs, squares = log_weight[h, r], log_square[h, r]
-        middle = _norm(centre[h], centre[h], 0.0)
-        mean, inexact = _value_terms(
-            logs, squares, eta[h], exact_values[h], radius[h], middle, residual_spectrum[h]
-        )
-        error = relative * mean + (relative + 4 * roundoff) * _norm(output[h, r], output[h, r], 0.0)
-        error = (error + (lost / max(total[h, r], 1.0) if mean > 0 else 0.0)) * MARGIN
-        away = (_norm(centre[h], stored[h, r], 1.0) + error + storing[h, r]) * MARGIN
-        delta = slack[h, r].copy()
-        for b in range(count - 1):
-            if not exact_keys[h, b]:
-                delta[b] = coded[h, r, b]
-        key[h, r] = _key_bound(
-            logs, squares, log_flushed[h, r], delta, radius[h], away + inexact, spectrum[h]
-        )
-        value[h, r], rounding[h, r] = inexact, error
+@compiled()
+def _dearest(cost: Array, allowance: Array, needed: Array) -> None:
+    heads, group, _ = cost.shape
+    for h in prange(heads):
+        for r in range(group):
+            spent = 0.0
+            for b in np.argsort(cost[h, r], kind="mergesort"):
+                spent += cost[h, r, b]
+                if spent > allowance[h, r] and cost[h, r, b] > 0:
+                    needed[h, b] = True

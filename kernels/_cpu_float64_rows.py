@@ -71,7 +71,7 @@ def _half_groups(typing: Any, codes: Any, scale: Any, offset: Any, rows: Any, lo
         )
         for half_group, first in zip(nibbles, (low, high), strict=True):
             number = builder.sitofp(builder.zext(half_group, wide), lanes)
-            # a code and a float16 scale have 15 bits together: the product is exact
+            # with a float16 scale the product is exact: code and scale have 15 bits together
             result = builder.fadd(builder.fmul(number, _splat(builder, scale)), _splat(builder, offset))
             builder.store(result, address(builder, rows, first, lanes), align=8)
         return context.get_dummy_value()
@@ -101,6 +101,28 @@ def decode(codes: int, scale: int, offset: int, meta: int, dim: int, rows: Any) 
             s, z = np.float64(half(steps[i * groups + g])), np.float64(half(zeros[i * groups + g]))
             low, first = i * dim + g * _HALF_GROUP, (i * groups + g) * _HALF_GROUP
             _half_groups(ahead(packed, first), s, z, rows, low, low + dim // 2)
+
+
+@plain
+def decode_two_level(
+    codes: int, low: int, step: int, marks: int, token: int, dim: int, group: int, rows: Any
+) -> None:
+    """Write what the codes of ROWS tokens from `token` on stand for, as `decode` does.
+
+    Two-level metadata: a float16 range per token, two marks in it per `group` channels (a multiple of 16).
+    """
+    packed, chunks = bytes_at(codes), dim // (2 * _HALF_GROUP)
+    lows, steps, places = ahead(shorts_at(low), token), ahead(shorts_at(step), token), bytes_at(marks)
+    for i in range(ROWS):
+        base, unit = np.float64(half(lows[i])), np.float64(half(steps[i]))
+        mine = ahead(places, (token + i) * 2 * (dim // group))
+        for chunk in range(chunks):
+            g = chunk * 2 * _HALF_GROUP // group
+            a, b = np.float64(np.uint8(mine[2 * g])), np.float64(np.uint8(mine[2 * g + 1]))
+            from_, first = (token + i) * (dim // 2) + chunk * _HALF_GROUP, i * dim + chunk * _HALF_GROUP
+            _half_groups(
+                ahead(packed, from_), (b - a) * unit / 15, base + a * unit, rows, first, first + dim // 2
+            )
 
 
 @loose

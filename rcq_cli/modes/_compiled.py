@@ -1,8 +1,6 @@
 """What a float64 policy step on the tiered store takes from the compiled pieces of `_cpu_float64`.
 
-Policy and formulas stay those of the ladder; these pieces read what is stored where it lies. They serve a
-policy that reads the values of all blocks, and reads them last: nothing is skipped, and no sum over values is
-ever taken twice.
+Policy and formulas stay those of the ladder; these pieces read what is stored where it lies.
 """
 
 import math
@@ -15,9 +13,9 @@ from rcq_cli.cache.tiers import Annotations, TieredStore, refuse_changed
 from rcq_cli.certify.exact import score_slack, store
 from rcq_cli.certify.ladder import CertifiedStep
 from rcq_cli.certify.spectral import theta
-from rcq_cli.kernels import _cpu_float64, _cpu_float64_blocks
-from rcq_cli.kernels._cpu_float64 import Layer, Place, place
-from rcq_cli.kernels._cpu_float64_blocks import Spread, Weighed
+from rcq_cli.kernels import _cpu_float64, _cpu_float64_blocks, _cpu_float64_bounds
+from rcq_cli.kernels._cpu_float64 import Array, Layer, Place, place
+from rcq_cli.kernels._cpu_float64_bounds import Bounds, Spread, Weighed
 from rcq_cli.phases import phased
 
 
@@ -29,7 +27,13 @@ class CompiledStore(TieredStore):
         assert self.originals is not None
         keys, values = (place(slab.data, self.fmt.block) for slab in self.originals)
         codes = {name: place(slab.data) for name, slab in self.blocks.items()}
-        return Layer(codes, place(self.annotations.data), keys, values, self.checks.data.numpy())
+        annotations = place(self.annotations.data)
+        return Layer(codes, annotations, keys, values, self.checks.data.numpy(), self.rows_of_values())
+
+    def rows_of_values(self) -> Array:
+        """Return in which row of the codes the values of each block are, int32 `[Hkv, M]`: its own."""
+        blocks = torch.arange(self.block_count, dtype=torch.int32)
+        return blocks.expand(self.geometry.kv_heads, -1).contiguous().numpy()
 
     def tail_places(self) -> tuple[Place, Place]:
         """Return where the keys and the values of the open tail lie."""
@@ -37,14 +41,16 @@ class CompiledStore(TieredStore):
 
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
         """Return which chosen pairs hold codes, metadata or annotations that changed since sealing, `[n]`."""
-        found = _cpu_float64.checksums(self.layer().tier_1(), (heads, blocks))
+        layer = self.layer()
+        found = _cpu_float64.checksums(layer.tier_1(), (heads, blocks), layer.slots)
         return found != self.checks.rows[heads, blocks, 0]
 
     def changed_originals(self, head: int) -> Tensor:
         """Return which sealed blocks of a KV head have other originals than when they were sealed, `[M]`."""
         blocks = torch.arange(self.block_count)
-        pairs = torch.full_like(blocks, head), blocks
-        return _cpu_float64.checksums(self.layer().originals(), pairs) != self.checks.rows[head, :, 1]
+        pairs, layer = (torch.full_like(blocks, head), blocks), self.layer()
+        found = _cpu_float64.checksums(layer.originals(), pairs, layer.slots)
+        return found != self.checks.rows[head, :, 1]
 
     def bounds(self) -> Annotations:
         """Return the annotations of all completed blocks and, last, of the open tail."""
@@ -77,16 +83,6 @@ class CompiledStep(CertifiedStep):
         self.scores, half_step, self.slack, self.delta_coded = found
         self.half_step = half_step[..., :-1]
 
-    @phased("select")
-    def _plan(self) -> None:
-        """Pin what has no codes."""
-        self.pinned = self.cache.raw.rows.clone()
-        self.exact_keys, self.read = torch.zeros_like(self.pinned), torch.zeros_like(self.pinned)
-        self.exact_values = self.pinned.clone()
-        self.wanted_keys = self.wanted_values = torch.zeros(self.half_step.shape, dtype=torch.bool)
-        self.weights = torch.empty_like(self.scores)
-        self.peak, self.mass, self.square = self.query.new_empty(3, *self.scores.shape[:3]).unbind()
-
     @phased("score")
     def _weigh(self, pairs: tuple[Tensor, Tensor] | None = None) -> None:
         """Exponentiate relative to each block's maximum.
@@ -107,16 +103,52 @@ class CompiledStep(CertifiedStep):
         self._distrust(found.unlike, head, block)
         self._weigh()
 
+    def weighed(self) -> Weighed:
+        """Return the block masses in units of the total of what is read."""
+        size, tail = self.cache.fmt.block, self.cache.tail_tokens
+        masses, values = (self.peak, self.mass, self.square), (self.notes.eta, self.exact_values)
+        return _cpu_float64_bounds.weighed(masses, self.read, values, (size, tail), self.backend.underflow)
+
+    def proven(
+        self, masses: Weighed, outputs: tuple[Tensor, Tensor, Tensor], limit: Tensor
+    ) -> tuple[Bounds, Tensor]:
+        """Return what is proven of an output and the bound on its rounding, storing included.
+
+        `outputs` are the float64 output, the stored one and the error of storing it.
+        """
+        notes, dim = self.notes, self.query.shape[-1]
+        exact_output, output, storing = outputs
+        spectra = (self.residual_spectrum[:, 0], self.spectrum[:, 0])
+        spread = Spread(notes.eta, notes.rv, self.centre, *spectra)
+        roundoff, underflow = self.backend.roundoff, self.backend.underflow
+        relative = theta(self.cache.tokens + 24 + 16 * math.sqrt(dim), roundoff)
+        lost = math.sqrt(dim) * self.cache.tokens * underflow
+        found = _cpu_float64_bounds.bounds(
+            masses, spread, (self.slack, self.delta_coded), (self.exact_keys, self.exact_values, self.read),
+            (exact_output, output.double(), storing), limit, (relative, roundoff, lost),
+        )  # fmt: skip
+        return found, found.rounding + storing
+
+
+class ReadingStep(CompiledStep):
+    """A step of a policy that reads the values of all blocks, and reads them last.
+
+    Nothing is skipped, and no sum over values is ever taken twice.
+    """
+
+    @phased("select")
+    def _plan(self) -> None:
+        """Pin what has no codes."""
+        self.pinned = self.cache.raw.rows.clone()
+        self.exact_keys, self.read = torch.zeros_like(self.pinned), torch.zeros_like(self.pinned)
+        self.exact_values = self.pinned.clone()
+        self.wanted_keys = self.wanted_values = torch.zeros(self.half_step.shape, dtype=torch.bool)
+        self.weights = torch.empty_like(self.scores)
+        self.peak, self.mass, self.square = self.query.new_empty(3, *self.scores.shape[:3]).unbind()
+
     def _read_values(self, chosen: Tensor) -> None:
         """Note that the values of `[Hkv, M]` blocks are read; `average` does it, when all is known."""
         self.read |= chosen
-
-    def weighed(self) -> Weighed:
-        """Return the block masses once all scores are final."""
-        size, tail = self.cache.fmt.block, self.cache.tail_tokens
-        masses = (self.peak, self.mass, self.square)
-        values = (self.notes.eta, self.exact_values)
-        return _cpu_float64_blocks.weighed(masses, values, (size, tail), self.backend.underflow)
 
     @phased("attend")
     def average(self, masses: Weighed) -> Tensor:
@@ -132,22 +164,11 @@ class CompiledStep(CertifiedStep):
 
     @phased("bound")
     def bounded(self, masses: Weighed, exact_output: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the stored output and the bounds on errors of keys, values, dropping and rounding.
-
-        The formulas of `evaluate` with nothing skipped.
-        """
+        """Return the stored output and the bounds on errors of keys, values, dropping and rounding."""
         output, storing = store(exact_output, self.cache.dtype)
-        notes, dim = self.notes, self.query.shape[-1]
-        spectra = (self.residual_spectrum[:, 0], self.spectrum[:, 0])
-        spread = Spread(notes.eta, notes.rv, self.centre, *spectra)
-        roundoff, underflow = self.backend.roundoff, self.backend.underflow
-        relative = theta(self.cache.tokens + 24 + 16 * math.sqrt(dim), roundoff)
-        lost = math.sqrt(dim) * self.cache.tokens * underflow
-        key, value, rounding = _cpu_float64_blocks.bounds(
-            masses, spread, (self.slack, self.delta_coded), (self.exact_keys, self.exact_values),
-            (exact_output, output.double(), storing), (relative, roundoff, lost),
-        )  # fmt: skip
-        return output, (key, value, torch.zeros_like(key), rounding + storing)
+        nowhere = torch.full_like(masses.total, torch.inf)
+        found, rounding = self.proven(masses, (exact_output, output, storing), nowhere)
+        return output, (found.key, found.value, found.dropped, rounding)
 
 
 @cache

@@ -108,6 +108,11 @@ class TokenHistory:
         self.attention = self.attention.scatter(1, index, utility.accumulate(held, attention.float()))
         self.steps += 1
 
+    def add_to_all(self, attention: Tensor) -> None:
+        """Take the attention `[Hkv, T]` of one step on every token."""
+        self.attention = utility.accumulate(self.attention, attention.float())
+        self.steps += 1
+
     def fork(self) -> "TokenHistory":
         """Return a copy; tensors are replaced, never rewritten."""
         twin = TokenHistory(0)

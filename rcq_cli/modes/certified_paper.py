@@ -21,7 +21,7 @@ from rcq_cli.certify.bounds import MARGIN, Masses
 from rcq_cli.certify.ladder import Budget, CertifiedStep
 from rcq_cli.kernels import _cpu_float64_blocks
 from rcq_cli.kernels._format import TierFormat
-from rcq_cli.modes._compiled import CompiledStep, CompiledStore
+from rcq_cli.modes._compiled import CompiledStore, ReadingStep
 from rcq_cli.modes._tiered import TieredCounters, check_range
 from rcq_cli.modes.certified import CertifiedLayer
 from rcq_cli.phases import phased
@@ -253,7 +253,7 @@ class PaperStep(CertifiedStep):
         return self._step(output, parts, exact, rung)
 
 
-class CompiledPaperStep(PaperStep, CompiledStep):
+class CompiledPaperStep(PaperStep, ReadingStep):
     """The same step with compiled pieces."""
 
     @phased("select")

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rcq_cli.cache.ghosts import BITS, GhostStore
+from rcq_cli.cache.ghosts import BITS
 from rcq_cli.cache.statistics import Statistics, one_row
 from rcq_cli.certify.exact import as_groups, exact_attention, store
-from rcq_cli.certify.ladder import Budget, CertifiedStep
+from rcq_cli.certify.ladder import Budget
 from rcq_cli.errors import SpecError
 from rcq_cli.modes._between import Glance, Schedule, glance
+from rcq_cli.modes._ghost_step import GhostStep, open_store
 from rcq_cli.modes._recas import (
     EVICT_EVERY,
     PROMPT_ROWS,
@@ -30,7 +31,6 @@ from rcq_cli.modes._tiered import FormatOptions, TieredCounters, check_range
 from rcq_cli.modes.certified import DENOMINATORS
 from rcq_cli.protocols import Engagement, Geometry, LayerBytes, Needs, Step
 from rcq_cli.recas import selector, utility
-from rcq_cli.recas.joint import dropped_interval
 from rcq_cli.recas.stages import StageTracker
 
 DROPPED = ("dropped_mass_low", "dropped_mass_high")
@@ -90,7 +90,7 @@ class RecasCertifiedLayer:
 
     def __init__(self, geometry: Geometry, options: Options, backend: Any) -> None:
         self.options = options
-        self.cache = GhostStore(geometry, options.format().format(), backend, ghost_bits=options.ghost_bits)
+        self.cache, self.step = open_store(geometry, options.format().format(), backend, options.ghost_bits)
         self.counters = TieredCounters(self.cache)
         self.budget = Budget(options.eps, options.denominator, True, options.rounds, 0.0)
         self.history = TokenHistory(geometry.kv_heads)
@@ -192,7 +192,7 @@ class RecasCertifiedLayer:
                 return self._between(seen)
         held = self.cache.at_hand()
         explore = torch.rand(self.cache.raw.rows.shape, generator=self.generator) < self.options.explore
-        work = CertifiedStep(self.cache, query, self.budget, explore)
+        work = self.step(self.cache, query, self.budget, explore)
         step = work.run()
         self.scratch_bytes = max(self.scratch_bytes, work.scratch_bytes)
         if due and seen is not None and work.finite:
@@ -229,12 +229,10 @@ class RecasCertifiedLayer:
         self.read = self.cache.at_hand()
         return Step(store(seen.output, self.cache.dtype)[0].flatten(0, 1), None)
 
-    def _after(self, work: CertifiedStep) -> None:
+    def _after(self, work: GhostStep) -> None:
         """Take the step into the history, credit what it brought back, evict where it is time."""
-        scores = torch.cat((work.scores.flatten(2), work.tail_scores), -1)
         if work.finite:
-            everything = torch.arange(self.tokens).expand(scores.shape[0], -1)
-            self.history.add(everything, scores.softmax(-1).mean(1))
+            self.history.add_to_all(work.attention())
         back = work.readmitted
         self.readmitted += int(back.sum())
         if self.stages is not None and bool(back.any()):
@@ -246,10 +244,10 @@ class RecasCertifiedLayer:
         if not work.finite:
             return
         if self.since_eviction >= EVICT_EVERY or ended:
-            self._evict(self._worth(scores.mean(1)), back)
+            self._evict(self._worth(work.mean_scores()), back)
             self.since_eviction = 0
         elif bool(back.any()):  # what came back stays until the next eviction, beside what was there
-            self._evict(self._worth(scores.mean(1)), back | self.cache.at_hand())
+            self._evict(self._worth(work.mean_scores()), back | self.cache.at_hand())
 
     def exact(self, query: Tensor) -> Tensor:
         """Return float64 attention on the originals, `[Hq, D]`."""
@@ -301,27 +299,17 @@ class RecasCertifiedLayer:
         )
 
 
-def dropped_masses(work: CertifiedStep, exact: Tensor) -> dict[str, Tensor]:
+def dropped_masses(work: GhostStep, exact: Tensor) -> dict[str, Tensor]:
     """Return between which limits the mass of what a step did not read lies, `[Hq]`; 0 for exact heads."""
     if not work.finite:
         return {name: torch.zeros_like(exact, dtype=torch.float64) for name in DROPPED}
-    limits = (limit.flatten() for limit in _outside(work, work.read))
+    limits = (limit.flatten() for limit in work.mass_outside(work.read))
     return {name: torch.where(exact, 0.0, limit) for name, limit in zip(DROPPED, limits, strict=True)}
 
 
-def missed_masses(work: CertifiedStep, held: Tensor) -> list[float]:
+def missed_masses(work: GhostStep, held: Tensor) -> list[float]:
     """Return the largest mass that may lie outside the blocks `held` `[Hkv, M]` and the tail, per KV head."""
-    return [float(mass) for mass in _outside(work, held)[1].amax(1)]
-
-
-def _outside(work: CertifiedStep, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the limits of the mass outside `blocks` `[Hkv, M]`, `[Hkv, R]` each."""
-    masses, _, _ = work.masses()
-    tail = torch.ones(blocks.shape[0], 1, dtype=torch.bool)
-    outside = ~torch.cat((blocks, tail), 1)
-    exact_keys = torch.cat((work.exact_keys, tail), 1)
-    errors = torch.where(exact_keys[:, None], work.slack, work.delta_coded)
-    return dropped_interval(masses._replace(skipped=outside[:, None].expand_as(masses.skipped)), errors)
+    return [float(mass) for mass in work.mass_outside(held)[1].amax(1)]
 
 
 class RecasCertified:

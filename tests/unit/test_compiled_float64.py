@@ -9,7 +9,7 @@ from rcq_cli.cache.tiers import TieredStore
 from rcq_cli.certify import bounds as proven
 from rcq_cli.certify.exact import score_slack
 from rcq_cli.certify.spectral import theta
-from rcq_cli.kernels import _cpu_float64, _cpu_float64_blocks
+from rcq_cli.kernels import _cpu_float64, _cpu_float64_blocks, _cpu_float64_bounds
 from rcq_cli.kernels.cpu import Cpu
 from rcq_cli.kernels.reference import Reference
 from rcq_cli.modes import certified_paper as paper
@@ -209,7 +209,7 @@ def test_checksums_are_those_taken_when_sealing():
     _, store = stores()
     pairs = torch.arange(HEADS).repeat_interleave(7), torch.arange(7).repeat(HEADS)
     for words, column in ((store.layer().tier_1(), 0), (store.layer().originals(), 1)):
-        found = _cpu_float64.checksums(words, pairs)
+        found = _cpu_float64.checksums(words, pairs, store.layer().slots)
         assert torch.equal(found, store.checks.rows[..., column].flatten())
     assert not bool(store.damaged(*pairs).any())
 
@@ -253,10 +253,11 @@ UNDERFLOW = 2.0**-1022
 EXACT = torch.arange(80).view(2, 40) % 3 == 0
 
 
-def weighed(kind, seed=0):
+def weighed(kind, seed=0, read=None):
     tail = 0 if kind == "no tail" else 4
     values = (rows(HEADS, 41, seed=6).abs(), EXACT)
-    return _cpu_float64_blocks.weighed(masses_of(kind, seed=seed), values, (SIZE, tail), UNDERFLOW)
+    read = torch.ones_like(EXACT) if read is None else read
+    return _cpu_float64_bounds.weighed(masses_of(kind, seed=seed), read, values, (SIZE, tail), UNDERFLOW)
 
 
 @pytest.mark.parametrize("kind", MASSES)
@@ -350,7 +351,7 @@ def test_bounds_are_those_that_are_proven(kind, delta, exact):
         return torch.rand(*shape, generator=noise).double()
 
     eta = torch.cat((positive(HEADS, count), torch.zeros(HEADS, 1)), 1)
-    spread = _cpu_float64_blocks.Spread(
+    spread = _cpu_float64_bounds.Spread(
         eta, positive(HEADS, count + 1) * 5, rows(HEADS, DIM, seed=3), positive(HEADS), positive(HEADS) * 90
     )
     slack = positive(HEADS, GROUP, count + 1) * 1e-12 + 1e-12
@@ -362,12 +363,16 @@ def test_bounds_are_those_that_are_proven(kind, delta, exact):
         positive(HEADS, GROUP) * 1e-7,
     )
     relative = theta(tokens + 24 + 16 * math.sqrt(DIM), 2.0**-53)
-    found = _cpu_float64_blocks.bounds(
-        masses, spread, (slack, coded), tuple(known), outputs,
+    known = (*known, torch.ones(HEADS, count, dtype=torch.bool))
+    nowhere = torch.full((HEADS, GROUP), torch.inf, dtype=torch.float64)
+    found = _cpu_float64_bounds.bounds(
+        masses, spread, (slack, coded), known, outputs, nowhere,
         (relative, 2.0**-53, math.sqrt(DIM) * tokens * UNDERFLOW),
     )  # fmt: skip
-    expected = reference_bounds(masses, spread, slack, coded, *known, outputs, tokens)
-    for name, mine, theirs in zip(found._fields, found, expected, strict=True):
+    expected = reference_bounds(masses, spread, slack, coded, *known[:2], outputs, tokens)
+    assert not bool(found.dropped.any())
+    for name, theirs in zip(("key", "value", "rounding"), expected, strict=True):
+        mine = getattr(found, name)
         torch.testing.assert_close(
             mine, theirs, rtol=1e-10, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -378,7 +383,7 @@ def test_a_bound_that_is_no_number_counts_as_infinite():
     masses = weighed("random")
     infinite = torch.full((HEADS, 41), torch.inf, dtype=torch.float64)
     one = torch.ones(HEADS, GROUP, 41, dtype=torch.float64)
-    spread = _cpu_float64_blocks.Spread(
+    spread = _cpu_float64_bounds.Spread(
         torch.zeros(HEADS, 41).double(),
         infinite,
         rows(HEADS, DIM),
@@ -387,7 +392,7 @@ def test_a_bound_that_is_no_number_counts_as_infinite():
     )
     exact = torch.zeros(HEADS, 40, dtype=torch.bool)
     outputs = (rows(HEADS, GROUP, DIM), rows(HEADS, GROUP, DIM), one[..., 0].clone())
-    found = _cpu_float64_blocks.bounds(
-        masses, spread, (one, one), (exact, exact), outputs, (1e-9, 1e-16, 0.0)
+    found = _cpu_float64_bounds.bounds(
+        masses, spread, (one, one), (exact, exact, ~exact), outputs, one[..., 0], (1e-9, 1e-16, 0.0)
     )
     assert bool((found.key == torch.inf).all())
