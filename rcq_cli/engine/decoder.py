@@ -70,7 +70,9 @@ class Engine:
 
     def __init__(self, loaded: Loaded, *, backend: str) -> None:
         self.loaded, self.model = loaded, loaded.model
-        self.note = check_model(self.model)
+        found = check_model(self.model), _slow_dtype(self.model)
+        self.notes = tuple(note for note in found if note is not None)
+        """What its user should know before anything is run."""
         config = self.model.config.get_text_config(decoder=True)
         self.hook = Hook(config.num_hidden_layers)
         self.backend_request = backend
@@ -287,6 +289,18 @@ class _Steps:
             self.ns.append(spent)
         self.first = self.first or hashlib.sha256(logits.numpy().tobytes()).hexdigest()
         return logits
+
+
+def _slow_dtype(model: Any) -> str | None:
+    """Return a note where torch has to emulate the model's dtype, for lack of instructions."""
+    known = torch.cpu.get_capabilities()
+    if model.device.type != "cpu" or model.dtype == torch.float32 or known.get("architecture") != "x86_64":
+        return None
+    needed = ("avx_ne_convert", "avx512_bw" if model.dtype == torch.bfloat16 else "avx512_fp16")
+    if any(known.get(name) for name in needed):
+        return None
+    name = str(model.dtype).removeprefix("torch.")
+    return f"{name} is emulated on this processor: prefill is several times slower than with --dtype float32"
 
 
 def _targets(sample: Sample) -> tuple[int, ...]:

@@ -51,6 +51,7 @@ class TaskEngine:
     """Lets a task answer its own samples."""
 
     backend_name = "none"
+    notes: tuple[str, ...] = ()
 
     def __init__(self, task: ModelFreeTask, options: Any) -> None:
         self.task, self.options = task, options

@@ -36,6 +36,7 @@ class About(NamedTuple):
     """The pickled `Loaded`; in the place of the model its config and its device."""
     described: dict[str, Json]
     backend: str
+    notes: tuple[str, ...]
     environment: dict[str, Json]
 
 
@@ -76,7 +77,8 @@ class Worker:
         device = identity.device_of(loaded)
         stand_in = SimpleNamespace(config=getattr(loaded.model, "config", None), device=device)
         light = pickle.dumps(replace(loaded, model=stand_in))
-        return About(light, engine.describe(), engine.backend_name, environment.collect(device))
+        told = engine.describe(), engine.backend_name, engine.notes
+        return About(light, *told, environment.collect(device))
 
     def answer(
         self, specs: Sequence[dict[str, Json]], work: Sequence[tuple[Sample, Sequence[int]]]

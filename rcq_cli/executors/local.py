@@ -64,11 +64,16 @@ class LocalExecutor:
         With `resume` a finished run of a spec is taken as it is and an unfinished one goes on in its folder.
         Nothing is written before every batch fits its model. Raises what `run_batch` raises.
         """
+        notes: dict[str, None] = {}
         stored = [[find_complete(out, spec) if resume else None for spec in batch] for batch in batches]
         for batch, folders in zip(batches, stored, strict=True):
             if not all(folders):
                 progress.doing(f"loading {batch[0].model}" if batch[0].model else "preparing")
-                check(batch, self.engine_for(batch[0]).loaded)
+                bench = self.engine_for(batch[0])
+                check(batch, bench.loaded)
+                notes |= dict.fromkeys(bench.engine.notes)
+        for note in notes:
+            progress.note(note)
         done: list[Path] = []
         for batch, folders in zip(batches, stored, strict=True):
             done += self._batch(batch, folders, out, resume, progress)

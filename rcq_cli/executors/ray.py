@@ -60,6 +60,7 @@ class RemoteEngine:
 
     fields: dict[str, Json]
     backend_name: str
+    notes: tuple[str, ...]
 
     def describe(self) -> dict[str, Json]:
         """Return the contract fields that the engine decides."""
@@ -246,7 +247,7 @@ class RemoteBenches:
             self.close()
             pool = self._pool(spec)
             about = pool.about
-            engine = RemoteEngine(about.described, about.backend)
+            engine = RemoteEngine(about.described, about.backend, about.notes)
             loaded = _without_model(about)
             self.bench, self.key = Bench(loaded, engine, Remote(pool, engine)), key
         return self.bench

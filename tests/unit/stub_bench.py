@@ -105,6 +105,7 @@ class Engine:
     decoded: list = field(default_factory=list)
     audits: list = field(default_factory=list)
     backend_name: str = "stub"
+    notes: tuple = ()
 
     def describe(self):
         return {"pipeline.prefill_mode": "dense"}

@@ -165,6 +165,25 @@ def test_three_tokens_at_once_equal_three_single_ones():
 # -- one cache per sample -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("dtype", "instructions", "told"),
+    [
+        (torch.bfloat16, {}, True),
+        (torch.bfloat16, {"avx512_bw": True}, False),
+        (torch.float16, {"avx512_bw": True}, True),
+        (torch.float16, {"avx_ne_convert": True}, False),
+        (torch.float32, {}, False),
+    ],
+)
+def test_a_dtype_that_the_processor_lacks_is_told_before_anything_runs(
+    monkeypatch, dtype, instructions, told
+):
+    known = {"architecture": "x86_64", "avx2": True, **instructions}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    notes = engine(tiny().to(dtype)).notes
+    assert any("is emulated on this processor" in note for note in notes) == told
+
+
 def test_two_samples_give_the_same_answers_in_either_order():
     model = tiny()
     made = engine(model)

@@ -54,7 +54,7 @@ class FakeRay:
 
     def _start(self, _settings):
         self.started += 1
-        about = _worker.About(b"", {}, "cpu", {})
+        about = _worker.About(b"", {}, "cpu", (), {})
         return SimpleNamespace(
             ready=SimpleNamespace(remote=lambda: None),
             about=SimpleNamespace(remote=lambda: self._owe(about)),
@@ -101,7 +101,7 @@ def desk(fatal=(), count=2):
     fake = FakeRay(fatal)
     settings = _worker.Settings(SPEC.to_json(), 1)
     pool = executor.Pool(fake, settings, count, {})
-    return fake, RemoteDesk(pool, (SPEC, SPEC.but(mode="certified")), RemoteEngine({}, "auto"))
+    return fake, RemoteDesk(pool, (SPEC, SPEC.but(mode="certified")), RemoteEngine({}, "auto", ()))
 
 
 def answers(made, turns):

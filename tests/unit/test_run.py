@@ -367,6 +367,22 @@ def test_a_folder_begun_with_another_model_is_not_continued(tmp_path):
     assert len(RunReader(next(tmp_path.iterdir())).examples()) == 2
 
 
+def test_what_an_engine_has_to_say_is_said_once_and_loading_is_named(tmp_path):
+    heard = []
+
+    class Listener(stub_bench.Silent):
+        def note(self, text):
+            heard.append(text)
+
+        def doing(self, what):
+            heard.append(what)
+
+    engine = Engine(notes=("bfloat16 is emulated",))
+    execute(tmp_path, engine, batch("dense"), batch("dense", seed=7), progress=Listener())
+    assert heard[:3] == ["loading stub", "loading stub", "bfloat16 is emulated"]
+    assert heard.count("bfloat16 is emulated") == 1
+
+
 def test_progress_hears_of_every_answer(tmp_path):
     heard = []
 
