@@ -60,23 +60,30 @@ class Layer(NamedTuple):
     """Checksums int64 `[H, M, 2]`: of codes and annotations, of originals."""
     slots: Array
     """Row of each block in the codes of values, int32 `[H, M]`; negative where they are not there."""
-
-    def tier_1(self) -> Array:
-        """Return the table of what the first checksum covers."""
-        by_slot = [name.startswith("value_") for name in self.codes]
-        return table([*self.codes.values(), self.annotations], [*by_slot, False])
-
-    def originals(self) -> Array:
-        """Return the table of what the second checksum covers."""
-        return table([self.keys, self.values], [False, False])
+    tier_1: Array
+    """Table of what the first checksum covers: address, pitch and width of rows in words of eight bytes, and
+    whether slots number them."""
+    originals: Array
+    """Table of what the second checksum covers."""
+    factors: Array
+    """The odd factors of the words of a block, modulo 2^64."""
 
 
-def table(places: list[Place], by_slot: list[bool]) -> Array:
-    """Return address, pitch and width of rows in words of eight bytes, and whether slots number them."""
+def layer(
+    codes: dict[str, Place], annotations: Place, originals: tuple[Place, Place], checks: Array, slots: Array
+) -> Layer:
+    """Return a layer, given where its parts lie."""
+    stored = [(place, name.startswith("value_")) for name, place in codes.items()]
+    tables = _table([*stored, (annotations, False)]), _table([(place, False) for place in originals])
+    factors = _odd(max(int(words[:, 2].sum()) for words in tables))
+    return Layer(codes, annotations, *originals, checks, slots, *tables, factors)
+
+
+def _table(parts: list[tuple[Place, bool]]) -> Array:
     rows = []
-    for (address, pitch, width, size, _), numbered in zip(places, by_slot, strict=True):
+    for (address, pitch, width, size, _), by_slot in parts:
         assert width * size % 8 == pitch * size % 8 == 0, "whole words only"
-        rows.append((address, pitch * size // 8, width * size // 8, numbered))
+        rows.append((address, pitch * size // 8, width * size // 8, by_slot))
     return np.array(rows, dtype=np.int64)
 
 
@@ -151,11 +158,10 @@ def promote(
 
     `allowed` `[Hkv, R, M]` is how far scores may differ.
     """
-    tier_1, originals = layer.tier_1(), layer.originals()
     found = Promoted(*(torch.empty(len(take), dtype=torch.bool) for _ in "uc"))
     _promote(
         query.contiguous().numpy(), scale, *layer.keys[:3], layer.keys.kind, *(i.numpy() for i in pairs),
-        take.numpy(), allowed.numpy(), tier_1, originals, odd_factors(tier_1, originals), layer.checks,
+        take.numpy(), allowed.numpy(), layer.tier_1, layer.originals, layer.factors, layer.checks,
         layer.slots, scores.numpy(), *(flags.numpy() for flags in found),
     )  # fmt: skip
     return found
@@ -176,26 +182,20 @@ def sum_values(
         layer.codes.get(f"value_{name}", nowhere) for name in ("codes", "scale", "offset")
     )
     assert scale.pitch == offset.pitch
-    originals = layer.originals()
     _sum_values(
         weights.numpy(), share.numpy(), *codes[:2], *scale[:2], offset.address, exact.numpy(),
-        *layer.values[:3], layer.values.kind, originals, odd_factors(originals), layer.checks, *tail[:2],
+        *layer.values[:3], layer.values.kind, layer.originals, layer.factors, layer.checks, *tail[:2],
         tail_tokens, sums.numpy(), changed.numpy(),
     )  # fmt: skip
     # even channels come before odd ones
     return sums.sum(0).unflatten(2, (2, -1)).transpose(2, 3).flatten(2), changed
 
 
-def checksums(words: Array, pairs: Pairs, slots: Array) -> Tensor:
-    """Return the checksum of pairs, which have `slots` `[H, M]`, over the parts of a `table`, int64 `[n]`."""
+def checksums(layer: Layer, words: Array, pairs: Pairs) -> Tensor:
+    """Return the checksum of pairs over the parts of one of the tables of a layer, int64 `[n]`."""
     out = torch.empty(len(pairs[0]), dtype=torch.int64)
-    _checksums(words, odd_factors(words), *(index.numpy() for index in pairs), slots, out.numpy())
+    _checksums(words, layer.factors, *(index.numpy() for index in pairs), layer.slots, out.numpy())
     return out
-
-
-def odd_factors(*tables: Array) -> Array:
-    """Return the odd factors of the words of a block, modulo 2^64."""
-    return _odd(max(int(words[:, 2].sum()) for words in tables))
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from rcq_cli.kernels._cpu_float64 import LOOSE, PIECES, Array, Layer, Place, checksum, compiled, odd_factors
+from rcq_cli.kernels._cpu_float64 import LOOSE, PIECES, Array, Layer, Place, checksum, compiled
 from rcq_cli.kernels._cpu_float64_rows import ROWS, add_rows, decode_two_level, widen
 from rcq_cli.kernels._cpu_vector import ahead, doubles_at
 
@@ -37,12 +37,11 @@ def sum_blocks(
         layer.codes.get(f"value_{name}", nowhere) for name in ("codes", "low", "step", "marks")
     )
     assert low.pitch == step.pitch
-    originals = layer.originals()
     (place, tokens), values = tail, layer.values
     _sum_blocks(
         weights.numpy(), *codes[:2], *low[:2], step.address, *marks[:2], group,
-        *(flags.numpy() for flags in reading), layer.slots, *values[:3], values.kind, originals,
-        odd_factors(originals), layer.checks, *place[:2], tokens, sums.numpy(), changed.numpy(),
+        *(flags.numpy() for flags in reading), layer.slots, *values[:3], values.kind, layer.originals,
+        layer.factors, layer.checks, *place[:2], tokens, sums.numpy(), changed.numpy(),
     )  # fmt: skip
     return changed
 

@@ -27,8 +27,8 @@ class CompiledStore(TieredStore):
         assert self.originals is not None
         keys, values = (place(slab.data, self.fmt.block) for slab in self.originals)
         codes = {name: place(slab.data) for name, slab in self.blocks.items()}
-        annotations = place(self.annotations.data)
-        return Layer(codes, annotations, keys, values, self.checks.data.numpy(), self.rows_of_values())
+        checks, slots = self.checks.data.numpy(), self.rows_of_values()
+        return _cpu_float64.layer(codes, place(self.annotations.data), (keys, values), checks, slots)
 
     def rows_of_values(self) -> Array:
         """Return in which row of the codes the values of each block are, int32 `[Hkv, M]`: its own."""
@@ -42,14 +42,14 @@ class CompiledStore(TieredStore):
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
         """Return which chosen pairs hold codes, metadata or annotations that changed since sealing, `[n]`."""
         layer = self.layer()
-        found = _cpu_float64.checksums(layer.tier_1(), (heads, blocks), layer.slots)
+        found = _cpu_float64.checksums(layer, layer.tier_1, (heads, blocks))
         return found != self.checks.rows[heads, blocks, 0]
 
     def changed_originals(self, head: int) -> Tensor:
         """Return which sealed blocks of a KV head have other originals than when they were sealed, `[M]`."""
         blocks = torch.arange(self.block_count)
         pairs, layer = (torch.full_like(blocks, head), blocks), self.layer()
-        found = _cpu_float64.checksums(layer.originals(), pairs, layer.slots)
+        found = _cpu_float64.checksums(layer, layer.originals, pairs)
         return found != self.checks.rows[head, :, 1]
 
     def bounds(self) -> Annotations:

@@ -16,11 +16,12 @@ from rcq_cli.certify.exact import store
 from rcq_cli.certify.ladder import Bounds, CertifiedStep
 from rcq_cli.kernels import _cpu_float64_blocks, _cpu_float64_bounds, _cpu_float64_kept
 from rcq_cli.kernels._cpu_float64 import Array
+from rcq_cli.kernels._cpu_float64_bounds import Weighed
 from rcq_cli.kernels._cpu_float64_kept import Reading
 from rcq_cli.kernels._cpu_float64_rows import ROWS
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.modes._compiled import CompiledStep, CompiledStore
-from rcq_cli.phases import phased
+from rcq_cli.phases import phase, phased
 from rcq_cli.protocols import Geometry
 from rcq_cli.recas.joint import dropped_interval
 
@@ -73,31 +74,55 @@ class CompiledGhostStep(GhostStep, CompiledStep):
 
     def _plan(self) -> None:
         CertifiedStep._plan(self)
-        self.tail_is_summed = False
+        self.unsummed = torch.zeros_like(self.read)
+        self.is_weighed, self.tail_is_summed = False, self.cache.tail_tokens == 0
+        self.current: Weighed | None = None
 
-    @phased("attend")
+    def _weigh(self, pairs: tuple[Tensor, Tensor] | None = None) -> None:
+        """Note that scores have changed; `_settle` exponentiates, when someone asks."""
+        del pairs
+        self.is_weighed, self.current = False, None
+
     def _read_values(self, chosen: Tensor) -> None:
-        """Sum weights times values over `[Hkv, M]` blocks, exact where promoted, else from the codes."""
+        """Note that the values of `[Hkv, M]` blocks are read; `_settle` does it, when someone asks."""
         self.read |= chosen
-        self.readmitted |= chosen & ~self.at_hand
-        self.exact_values |= chosen & ~self.at_hand
-        if self.tail_is_summed and not bool(chosen.any()):
+        self.unsummed |= chosen
+        self.current = None
+        away = chosen & ~self.at_hand
+        self.readmitted |= away
+        self.exact_values |= away
+
+    def _settle(self) -> None:
+        """Bring weights and sums over values up to date: exact where promoted, else from the codes."""
+        if not self.is_weighed:
+            CompiledStep._weigh(self)
+            self.is_weighed = True
+        if self.tail_is_summed and not bool(self.unsummed.any()):
             return
-        tail = self.tails[1], 0 if self.tail_is_summed else self.cache.tail_tokens
-        self.tail_is_summed = True
-        reading = Reading(chosen, self.exact_values)
-        changed = _cpu_float64_kept.sum_blocks(
-            self.weights, self.layer, reading, self.cache.fmt.group, tail, self.sums
-        )
-        head, block = (chosen & self.exact_values).nonzero(as_tuple=True)
-        refuse_changed(changed[head, block], head, block)
-        self._page(len(head) * self.layer.values.width * self.layer.values.size)
+        with phase("attend"):
+            tail = self.tails[1], 0 if self.tail_is_summed else self.cache.tail_tokens
+            reading = Reading(self.unsummed, self.exact_values)
+            changed = _cpu_float64_kept.sum_blocks(
+                self.weights, self.layer, reading, self.cache.fmt.group, tail, self.sums
+            )
+            head, block = (self.unsummed & self.exact_values).nonzero(as_tuple=True)
+            refuse_changed(changed[head, block], head, block)
+            self._page(len(head) * self.layer.values.width * self.layer.values.size)
+        self.unsummed, self.tail_is_summed = torch.zeros_like(self.read), True
+
+    def weighed(self) -> Weighed:
+        """Return the block masses in units of the total of what is read."""
+        self._settle()
+        if self.current is None:
+            self.current = super().weighed()
+        return self.current
 
     @phased("select")
     def _heaviest(self, share: float) -> Tensor:
         """Shortest prefix of blocks per head with `share` of the mass, joined over a group: `[Hkv, M]`."""
         if share <= 0 or not self.blocks:
             return torch.zeros_like(self.read)
+        self._settle()
         return _cpu_float64_blocks.heaviest(self.log_mass, share)
 
     @staticmethod
@@ -127,6 +152,7 @@ class CompiledGhostStep(GhostStep, CompiledStep):
     @phased("select")
     def attention(self) -> Tensor:
         """Return the weight `[Hkv, T]` of every token by the scores of this step, a mean over the group."""
+        self._settle()
         return _cpu_float64_kept.attention(self.weights, self.peak, self.mass, self.cache.tokens)
 
     def _all_scores(self) -> Tensor:

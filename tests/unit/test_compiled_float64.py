@@ -208,8 +208,9 @@ def test_values_are_summed_from_codes_originals_and_tail(kind, dtype, chosen):
 def test_checksums_are_those_taken_when_sealing():
     _, store = stores()
     pairs = torch.arange(HEADS).repeat_interleave(7), torch.arange(7).repeat(HEADS)
-    for words, column in ((store.layer().tier_1(), 0), (store.layer().originals(), 1)):
-        found = _cpu_float64.checksums(words, pairs, store.layer().slots)
+    layer = store.layer()
+    for words, column in ((layer.tier_1, 0), (layer.originals, 1)):
+        found = _cpu_float64.checksums(layer, words, pairs)
         assert torch.equal(found, store.checks.rows[..., column].flatten())
     assert not bool(store.damaged(*pairs).any())
 
