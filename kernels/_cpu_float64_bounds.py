@@ -43,11 +43,8 @@ def weighed(
     which are exact `[Hkv, M]`; `tokens` are those of a block and of the tail.
     """
     (heads, group, width), peak = masses[0].shape, masses[0]
-    found = Weighed(
-        *(torch.empty_like(peak) for _ in range(4)),
-        peak.new_empty(heads, group, width - 1),
-        peak.new_empty(heads, group),
-    )
+    shapes = [peak.shape] * 4 + [(heads, group, width - 1), (heads, group)]
+    found = Weighed._make(peak.new_empty(shape) for shape in shapes)
     inputs = (each.numpy() for each in (*masses, read, *values))
     _weigh(*inputs, *tokens, np.log(underflow), *(each.numpy() for each in found))
     return found
@@ -109,7 +106,8 @@ def bounds(
         wide = (blocks.new_empty(*blocks.shape[:2], blocks.shape[2] + 1) for _ in "pr")
         return Ordered(torch.zeros(blocks.shape, dtype=torch.int64), *wide)
 
-    found = Bounds(*(torch.empty_like(heads) for _ in "kdvrf"), torch.empty_like(blocks), split(), split())
+    errors = [torch.empty_like(heads) for _ in "kdvrf"]
+    found = Bounds._make([*errors, torch.empty_like(blocks), split(), split()])
     inputs = (*masses[:3], heads, *spread, *deltas, *states, *outputs, limit)
     results = (*found[:6], *found.key_split, *found.value_split)
     _bounds(*(each.numpy() for each in inputs), *rounding, *(each.numpy() for each in results))

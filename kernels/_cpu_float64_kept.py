@@ -67,7 +67,8 @@ def _sum_blocks(
     pairs = heads * count
     for piece in prange(PIECES):
         buffer = np.zeros((ROWS + group, dim))
-        rows, totals = doubles_at(buffer.ctypes.data), buffer[ROWS:]
+        rows = doubles_at(buffer.ctypes.data)
+        totals = ahead(rows, ROWS * dim)
         for pair in range(piece * pairs // PIECES, (piece + 1) * pairs // PIECES):
             h, b = pair // count, pair % count
             open_tail = b == count - 1
@@ -76,7 +77,8 @@ def _sum_blocks(
             coded, held = not (open_tail or exact[h, b]), tail_tokens if open_tail else size
             if not open_tail and exact[h, b]:
                 changed[h, b] = checksum(originals, odd, h, b, b) != checks[h, b, 1]
-            totals[:] = 0.0
+            for d in range(group * dim):
+                totals[d] = 0.0
             for start in range(0, held, ROWS):
                 if coded:
                     token = slots[h, b] * size + start
@@ -92,12 +94,16 @@ def _sum_blocks(
                 else:
                     widen(kind, values, h * pitch + b * width + start * dim, ROWS * dim, rows)
                 for r in range(group):
-                    into = ahead(doubles_at(totals.ctypes.data), r * dim)
-                    add_rows(rows, dim, weights[h, r, b], start, 1.0, into)
+                    add_rows(rows, dim, weights[h, r, b], start, 1.0, ahead(totals, r * dim))
             for r in range(group):
-                for d in range(dim):
-                    # codes give even channels before odd ones
-                    sums[h, r, b, d] = totals[r, (d & 1) * (dim // 2) + d // 2 if coded else d]
+                mine = ahead(totals, r * dim)
+                found = ahead(doubles_at(sums.ctypes.data), ((h * group + r) * count + b) * dim)
+                # codes give even channels before odd ones
+                apart, stride = (dim // 2, 2) if coded else (dim, 1)
+                for d in range(apart):
+                    found[stride * d] = mine[d]
+                for d in range(dim - apart):
+                    found[2 * d + 1] = mine[apart + d]
 
 
 @compiled(fastmath=LOOSE)
