@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rcq_cli.backends import choose_backend
 from rcq_cli.certify.exact import as_groups
 from rcq_cli.engine.decoder import Engine
 from rcq_cli.environment import collect
-from rcq_cli.kernels.reference import BACKEND
 from rcq_cli.modes import recas_certified
 from rcq_cli.protocols import Geometry, Sample, Step, TaskRequest
 from rcq_cli.sources import SOURCES
@@ -197,12 +197,14 @@ def mixtures(queries: Tensor, draw: np.random.Generator) -> Iterator[Tensor]:
         yield (share * grouped + (1 - share) * grouped.roll(1, 1)).flatten(0, 1)
 
 
-def run_trace(number: int, recipe: Recipe, options: recas_certified.Options, audit: Audit) -> None:
+def run_trace(
+    number: int, recipe: Recipe, options: recas_certified.Options, audit: Audit, backend: str
+) -> None:
     trace = draw_trace(number, 0, recipe)
     draw = np.random.default_rng([number, KEY_DIM])
     checkpoints, queries, keys, values = layer_of(trace, draw)
     geometry = Geometry(KV_HEADS * GROUP, KV_HEADS, KEY_DIM, "float32", "cpu", KEY_DIM**-0.5)
-    layer, stages = Audited(audit).open(geometry, options, BACKEND), TraceStages()
+    layer, stages = Audited(audit).open(geometry, options, choose_backend(backend, geometry)), TraceStages()
     layer.follow(stages)  # type: ignore[arg-type]  # all that the mode asks of a tracker
     for stage, checkpoint in enumerate(checkpoints):
         layer.prefill(keys[:, layer.tokens : checkpoint.tokens], values[:, layer.tokens : checkpoint.tokens])
@@ -225,7 +227,7 @@ def traces(args: argparse.Namespace) -> Iterator[tuple[str, Audit]]:
     for gamma in args.gamma:
         audit = Audit(args.eps)
         for number in numbers:
-            run_trace(number, recipe, options_of(args, gamma=gamma), audit)
+            run_trace(number, recipe, options_of(args, gamma=gamma), audit, args.backend)
         yield f"traces gamma={gamma:g}", audit
 
 
@@ -256,7 +258,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a built-in model")
     parser.add_argument("--context", type=int, default=1536, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=256, help="tokens decoded after it")
-    parser.add_argument("--backend", default="auto", help="who computes the model's attention")
+    parser.add_argument("--backend", default="auto", help="who computes: auto, cpu, reference")
     parser.add_argument("--eps", type=float, default=0.05, help="error budget")
     parser.add_argument("--block", type=int, default=16, help="tokens per block")
     parser.add_argument("--bits", type=int, default=8, choices=[4, 8], help="bits of a ghost key")
