@@ -71,6 +71,7 @@ class LayerCache:
             )
         factor = _scale(scale, head_dim)
         place = _device(device)
+        _check_rotation(rotation, head_dim)
         self.geometry = Geometry(
             query_heads, kv_heads, head_dim, DTYPES[dtype], place, factor, None, rotation
         )
@@ -197,6 +198,19 @@ def _scale(scale: Any, head_dim: int) -> float:
         pass
     shown = f"{scale!r:.40}" if not isinstance(scale, int) else f"an integer of {scale.bit_length()} bits"
     raise SpecError(f"scale={shown} is not allowed", fix="give a finite number or None")
+
+
+def _check_rotation(rotation: Any, head_dim: int) -> None:
+    """Raise `SpecError` unless it is None or a `Rotation` of finite frequencies that fits the head dim."""
+    if rotation is None:
+        return
+    if not isinstance(rotation, Rotation):
+        raise SpecError(f"rotation {rotation!r}", fix="give a rcq_cli.protocols.Rotation")
+    if 2 * len(rotation.frequencies) > head_dim or not all(map(math.isfinite, rotation.frequencies)):
+        raise SpecError(
+            f"rotation with {len(rotation.frequencies)} frequencies for head dim {head_dim}",
+            fix="give finite frequencies, at most one for every two channels",
+        )
 
 
 def _device(name: Any) -> str:

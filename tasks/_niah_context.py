@@ -7,7 +7,7 @@ from functools import cached_property
 from math import lcm
 from typing import Any, NamedTuple
 
-from rcq_cli.errors import BrokenRun
+from rcq_cli.errors import BrokenRun, SpecError
 from rcq_cli.protocols import EncodedPrompt, PromptTokenizer, Sample, TaskRequest
 from rcq_cli.tasks._corpora import Corpus, open_corpus
 from rcq_cli.tasks._fitting import fill_floor, fit
@@ -60,9 +60,12 @@ class Context:
         return _Filling(self, Plan(None, self.needles + self.others, self.decoys, asked)).samples()
 
     def needle_only(self) -> Sample:
-        """Return the control with the same needle and question in two sentences of haystack."""
+        """Return the control with the same needle and question in two sentences of haystack.
+
+        One value is asked for even where the task has several: the control tells whether the model is fit.
+        """
         needle = self.needles[0]
-        plan = Plan(NEEDLE_ONLY, self._facts(needle), (), (self._question(needle),))
+        plan = Plan(NEEDLE_ONLY, (needle,), (), (self._question(needle, alone=True),))
         return _Filling(self, plan).samples()[0]
 
     def no_needle(self) -> Sample:
@@ -128,9 +131,21 @@ class Context:
         """Return an asked needle and the others with its key."""
         return (needle, *(other for other in self.others if other.key == needle.key))
 
-    def _question(self, needle: Needle) -> Question:
-        values = tuple(fact.value for fact in self._facts(needle))
-        wording = data("needles")["question" if self.options.values == 1 else "question_all"]
+    def _check_room(self, values: Sequence[str]) -> None:
+        """Raise `SpecError` where an answer with several values would be cut off."""
+        needed = len(self.tokenizer.encode(", ".join(values)))
+        if len(values) > 1 and needed > self.options.gen:
+            raise SpecError(
+                f"gen={self.options.gen} is too small for values={len(values)}",
+                why=f"the values alone take {needed} tokens",
+                fix=f"-T gen={needed + needed // 4}, or fewer values",
+                id="RCQ-USE-06",
+            )
+
+    def _question(self, needle: Needle, *, alone: bool = False) -> Question:
+        values = (needle.value,) if alone else tuple(fact.value for fact in self._facts(needle))
+        self._check_room(values)
+        wording = data("needles")["question" if alone or self.options.values == 1 else "question_all"]
         text = wording.format(question=needle.form.ask(needle.key), count=self.options.values)
         opening = needle.form.opening(needle.key) if self.options.prefix else ""
         return Question(text, opening, values)

@@ -5,6 +5,7 @@ One byte record of keys and one of values per block.
 
 from dataclasses import replace
 from operator import is_
+from threading import Lock
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class PackedStore(TieredStore):
         self.annotations = Slab(heads, (6,), torch.float16)
         self.checks = Slab(heads, (4,), torch.int64)
         self._call, self._given = state.Call(self.shape), list[Tensor]()
+        self.lock = Lock()
+        """Held while a kernel reads the call: threads may attend on one store at once."""
 
     # -- writing --------------------------------------------------------------------------------------------
 

@@ -159,27 +159,49 @@ def run_kernel(
     pieces = shape.heads if apart else min(threads, shape.heads)
     scratch = _scratch(shape, pieces, pieces * ranges, cache.block_count)
     output, fields = torch.empty_like(query), np.zeros((state.FIELDS, len(query)))
-    call, rounds, scale = cache.call(), 0, cache.geometry.scale
-    words, piece = call.words, cpu.compiled(cpu.step_piece).address
-    words[state.ANSWER] = query.data_ptr(), output.data_ptr(), fields.ctypes.data
-    words[state.ROOM], words[state.SCRATCH] = scratch.room, scratch.addresses
+    with cache.lock:
+        turn, answer = (count, pieces, ranges), (query, output, fields)
+        address = _fill(cache, budget, explore, turn, answer, scratch)
+        _run_phases(address, budget, pieces, ranges, apart=apart)
+    return output, fields, scratch
+
+
+def _fill(
+    cache: PackedStore,
+    budget: Budget | None,
+    explore: float,
+    turn: tuple[int, int, int],
+    answer: tuple[Tensor, Tensor, np.ndarray],
+    scratch: "Scratch",
+) -> int:
+    """Write what this step is given into the store's call, and return its address.
+
+    `turn` is count, pieces and ranges of the step.
+    """
+    call, scale, (query, output, fields) = cache.call(), cache.geometry.scale, answer
+    call.words[state.ANSWER] = query.data_ptr(), output.data_ptr(), fields.ctypes.data
+    call.words[state.ROOM], call.words[state.SCRATCH] = scratch.room, scratch.addresses
     if budget is None:
-        words[state.STEP] = count, pieces, ranges, 0, 0, 0
+        call.words[state.STEP] = *turn, 0, 0, 0
         call.limits[:] = scale, 0.0, 0.0, 0.0
     else:
-        rounds = budget.rounds
-        words[state.STEP] = count, pieces, ranges, 1, budget.skip, rounds
+        call.words[state.STEP] = *turn, 1, budget.skip, budget.rounds
         call.limits[:] = scale, budget.eps, budget.denominator == "abs", explore
-    address = call.address
+    return call.address
+
+
+def _run_phases(address: int, budget: Budget | None, pieces: int, ranges: int, *, apart: bool) -> None:
+    """Run the kernel on the call at that address: whole heads, or phase by phase."""
+    piece = cpu.compiled(cpu.step_piece).address
     if not apart:
         cpu.run(piece, address, cpu.WHOLE, pieces, 0)
-        return output, fields, scratch
+        return
     with phase("score"):
         cpu.run(piece, address, cpu.PREPARE, pieces, 0)
         cpu.run(piece, address, cpu.SCORE, pieces * ranges, 0)
     if budget is not None:  # a block is compared with its originals, where they lie, as soon as it is chosen
         covers("select", "rank_check", "page_in")
-    for number in range(max(1, rounds)):
+    for number in range(max(1, budget.rounds if budget else 0)):
         with phase("select"):
             cpu.run(piece, address, cpu.PLAN, pieces, number)
         with phase("attend"):
@@ -187,7 +209,6 @@ def run_kernel(
         with phase("bound"):
             if not cpu.run(piece, address, cpu.JUDGE, pieces, number):
                 break
-    return output, fields, scratch
 
 
 class Scratch:

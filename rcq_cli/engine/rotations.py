@@ -35,7 +35,8 @@ def rotations(model: Any) -> dict[int, Rotation]:
         errors = [_error(keys, candidate) for candidate in candidates]
         best = min(range(len(errors)), key=errors.__getitem__)
         if not errors[best] < tolerance:
-            raise _refused(model, f"layer {index} has positions that no rotation of the model explains")
+            reason = "its positions are of another kind, or layers below it pass positions on"
+            raise _refused(model, f"no rotation of the model explains the keys of layer {index}: {reason}")
         found[index] = candidates[best]
     return found
 
@@ -68,8 +69,9 @@ def _keys_of_one_token(model: Any) -> dict[int, Tensor]:
     config = model.config.get_text_config(decoder=True)
     hook, cache = Hook(config.num_hidden_layers), make_cache(model, _TOKENS + 1)
     hook.managed = frozenset(managed_layers(cache))
-    token = 3 % model.get_input_embeddings().weight.shape[0]
-    ids = torch.full((1, _TOKENS), token, device=model.device)
+    sizes = model.get_input_embeddings().weight.norm(dim=-1)
+    # a padding token is all zeros, which look the same however they are turned
+    ids = torch.full((1, _TOKENS), int(sizes.argmax()), device=model.device)
     with attached(model, hook):
         model(ids, cache=cache, use_cache=True)
     return {index: layer.collected()[0] for index, layer in managed_layers(cache).items()}

@@ -213,6 +213,18 @@ def test_scratch_depends_on_the_context_and_not_on_what_ran_before() -> None:
         assert 0 <= room_for(blocks) - blocks <= max(15, blocks // 8)
 
 
+def test_threads_may_attend_on_one_cache_at_once() -> None:
+    k, v = data("topics", 2, 700, 64, seed=9)
+    cache = LayerCache("certified", query_heads=4, kv_heads=2, head_dim=64, backend="cpu", explore=0.0)
+    cache.prefill(k, v)
+    gen = torch.Generator().manual_seed(9)
+    queries = [torch.randn(4, 64, generator=gen) for _ in range(200)]
+    alone = [cache.attend(query).output for query in queries]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda query: cache.attend(query).output, queries))
+    assert all(map(torch.equal, alone, together))
+
+
 def test_kernels_leave_pytorch_the_number_of_threads_it_has() -> None:
     code = (
         "import torch\nfrom rcq_cli import LayerCache\nfrom rcq_cli.environment import collect\n"

@@ -342,7 +342,13 @@ def test_controls_of_several_values_plant_all_or_none():
     for sample in TASK.controls(wanted, tokenizer):
         text = text_of(tokenizer, sample)
         counts[sample.control].add(sum(value in text for value in sample.references))
-    assert counts == {"needle-only": {2}, "no-needle": {0}, "wrong-key": {2}}
+    # whether the model is fit at all is asked with one value
+    assert counts == {"needle-only": {1}, "no-needle": {0}, "wrong-key": {2}}
+
+
+def test_more_values_than_fit_into_an_answer_are_refused():
+    with pytest.raises(SpecError, match="gen=8 is too small for values=4"):
+        build(PatternTokenizer(), ctx=4096, values=4, gen=8)
 
 
 def test_decoys_are_spread_over_the_text():

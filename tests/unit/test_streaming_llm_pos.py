@@ -293,3 +293,22 @@ def test_a_pairing_that_is_not_that_of_the_buffers_is_refused(monkeypatch):
     )
     with pytest.raises(UnsupportedModel, match="layer 0"):
         rotations(model)
+
+
+def test_a_padding_token_of_zeros_hides_no_rotation():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, pad_token_id=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert not model.get_input_embeddings().weight[3].any()
+    assert [len(found.frequencies) for found in rotations(model).values()] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "rotation", ["x", Rotation((1.0,) * 9), Rotation((float("nan"),) * 8), Rotation((float("inf"),))]
+)
+def test_a_rotation_that_cannot_be_is_refused_when_the_cache_is_made(rotation):
+    with pytest.raises(SpecError, match="rotation"):
+        LayerCache("dense", query_heads=2, kv_heads=1, head_dim=16, rotation=rotation)
