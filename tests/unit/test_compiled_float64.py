@@ -15,45 +15,29 @@ from rcq_cli.kernels.reference import Reference
 from rcq_cli.modes import certified_paper as paper
 from rcq_cli.modes._compiled import CompiledStore, _slack_terms
 from rcq_cli.protocols import Geometry
-
-HEADS, GROUP, DIM, SIZE, SCALE = 2, 3, 32, 16, 0.7
-ULP = {"rtol": 1e-12, "atol": 1e-13}
-
-
-def rows(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def hostile(kind, tokens):
-    """Keys and values `[H, T, D]` as named."""
-    keys, values = rows(HEADS, tokens, DIM, seed=1), rows(HEADS, tokens, DIM, seed=2)
-    if kind == "outlier":
-        keys[:, :, 3] *= 100
-        values[:, ::7] *= 50
-    if kind == "constant":
-        keys[:, :, :5] = 2.5
-        values[:, 16:48] = values[:, :1]
-    if kind == "equal":
-        keys[:] = keys[:, :1]
-        values[:] = values[:, :1]
-    if kind == "raw":  # beyond float16: these blocks have no codes
-        values[0, 20:24] *= 1e7
-        values[1, 64:65] *= 1e7
-    return keys, values
-
-
-KINDS = ("random", "outlier", "constant", "equal", "raw")
+from tests.unit.float64_pieces import (
+    DIM,
+    GROUP,
+    HEADS,
+    KINDS,
+    MASSES,
+    SCALE,
+    SIZE,
+    ULP,
+    UNDERFLOW,
+    fill,
+    masses_of,
+    prove,
+    rows,
+)
 
 
 def stores(kind="random", tokens=118, dtype=torch.float32):
     """The same tokens in the plain store and in the compiled one."""
-    keys, values = (each.to(dtype) for each in hostile(kind, tokens))
     name = str(dtype).removeprefix("torch.")
     geometry = Geometry(HEADS * GROUP, HEADS, DIM, name, "cpu", SCALE)
     pair = TieredStore(geometry, paper.FORMAT, Reference()), CompiledStore(geometry, paper.FORMAT, Cpu())
-    for store in pair:
-        store.extend(keys[:, : tokens // 2], values[:, : tokens // 2])
-        store.extend(keys[:, tokens // 2 :], values[:, tokens // 2 :])
+    fill(pair, kind, tokens, dtype)
     return pair
 
 
@@ -230,27 +214,6 @@ def test_annotations_are_those_of_the_store(kind, tokens):
         )
 
 
-def masses_of(kind, count=40, seed=0):
-    """Peaks, masses and sums of squares `[H, R, M + 1]` of tokens as named."""
-    scores = rows(HEADS, GROUP, count + 1, SIZE, seed=seed)
-    if kind == "sharp":
-        scores *= 60
-    if kind == "one token":
-        scores[:, :, count // 2, 3] += 300
-    if kind == "far":
-        scores[:, :, ::2] -= 900  # squares and weights underflow
-    if kind == "equal":
-        scores[:] = 1.25
-    scores[:, :, -1, 4:] = -torch.inf
-    if kind == "no tail":
-        scores[:, :, -1] = -torch.inf
-    peak = scores.amax(-1)
-    weights = torch.where(scores == -torch.inf, 0.0, (scores - peak[..., None]).exp())
-    return peak, weights.sum(-1), weights.square().sum(-1)
-
-
-MASSES = ("random", "sharp", "one token", "far", "equal", "no tail")
-UNDERFLOW = 2.0**-1022
 EXACT = torch.arange(80).view(2, 40) % 3 == 0
 
 
@@ -318,29 +281,6 @@ def test_order_checks_are_those_of_the_policy(ranks, share, levels):
         assert torch.equal(found[1], expected[1])
 
 
-def reference_bounds(masses, spread, slack, coded, exact_keys, exact_values, outputs, tokens):
-    """Key, value and rounding bound by the functions that prove them."""
-    exact_output, stored, storing = outputs
-    skipped = torch.zeros(masses.share.shape, dtype=torch.bool)
-    plain = proven.Masses(*masses[:3], skipped)
-    no_tail = torch.zeros(HEADS, 1, dtype=torch.bool)
-    with_tail = (torch.cat((mask, ~no_tail), 1) for mask in (exact_keys, exact_values))
-    keys, values = with_tail
-    eta = torch.where(values, 0.0, spread.eta)[:, None].expand_as(masses.share)
-    radius = spread.radius[:, None].expand_as(masses.share)
-    centre = spread.centre.norm(dim=-1)[:, None, None]
-    mean = (plain.active() * (radius + centre + eta)).sum(-1) * proven.MARGIN
-    limits = (2.0**-53, UNDERFLOW)
-    lost = proven.rounding(mean, exact_output.norm(dim=-1), tokens, DIM, masses.total, limits)
-    per_head = [each[:, None].expand(-1, GROUP) for each in (spread.residual_spectrum, spread.spectrum)]
-    value = proven.value_split(plain, eta, per_head[0]).value()
-    away = ((spread.centre[:, None] - stored).norm(dim=-1) + lost + storing) * proven.MARGIN
-    terms = proven.key_terms(plain, torch.where(keys[:, None], slack, coded))
-    split = proven.key_split(terms, radius, away + value, per_head[1]).value()
-    widest = 2 * spread.radius.amax(-1)[:, None] * terms.total_variation * proven.MARGIN
-    return torch.minimum(split, widest), value, lost
-
-
 @pytest.mark.parametrize("kind", MASSES)
 @pytest.mark.parametrize("delta", [1e-9, 0.02, 1.5, 60.0, 800.0])
 @pytest.mark.parametrize("exact", [0.0, 0.5, 1.0])
@@ -370,10 +310,11 @@ def test_bounds_are_those_that_are_proven(kind, delta, exact):
         masses, spread, (slack, coded), known, outputs, nowhere,
         (relative, 2.0**-53, math.sqrt(DIM) * tokens * UNDERFLOW),
     )  # fmt: skip
-    expected = reference_bounds(masses, spread, slack, coded, *known[:2], outputs, tokens)
+    nothing = proven.Masses(*masses[:3], torch.zeros(masses.share.shape, dtype=torch.bool))
+    expected = prove(nothing, masses.total, spread, (slack, coded), *known[:2], outputs, tokens)
     assert not bool(found.dropped.any())
-    for name, theirs in zip(("key", "value", "rounding"), expected, strict=True):
-        mine = getattr(found, name)
+    for name in ("key", "value", "rounding"):
+        mine, theirs = getattr(found, name), getattr(expected, name)
         torch.testing.assert_close(
             mine, theirs, rtol=1e-10, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
         )

@@ -20,52 +20,41 @@ from rcq_cli.modes._compiled import _slack_terms
 from rcq_cli.modes._ghost_step import CompiledGhosts, CompiledGhostStep, GhostStep, open_store
 from rcq_cli.protocols import Geometry
 from rcq_cli.recas.joint import dropped_interval
+from tests.unit.float64_pieces import (
+    DIM,
+    GROUP,
+    HEADS,
+    KINDS,
+    MASSES,
+    SCALE,
+    SIZE,
+    ULP,
+    UNDERFLOW,
+    fill,
+    masses_of,
+    prove,
+    rows,
+    weights_of,
+    widest,
+)
 
-HEADS, GROUP, DIM, SIZE, SCALE = 2, 3, 32, 16, 0.7
-ULP = {"rtol": 1e-12, "atol": 1e-13}
-UNDERFLOW = 2.0**-1022
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KINDS = ("random", "outlier", "constant", "equal", "raw")
-
-
-def rows(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def chance(*shape, share, seed):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < share
 
 
-def hostile(kind, tokens):
-    """Keys and values `[H, T, D]` as named."""
-    keys, values = rows(HEADS, tokens, DIM, seed=1), rows(HEADS, tokens, DIM, seed=2)
-    if kind == "outlier":
-        keys[:, :, 3] *= 100
-        values[:, ::7] *= 50
-    if kind == "constant":
-        keys[:, :, :5] = 2.5
-        values[:, 16:48] = values[:, :1]
-    if kind == "equal":
-        keys[:] = keys[:, :1]
-        values[:] = values[:, :1]
-    if kind == "raw":  # beyond float16: these blocks have no codes
-        values[0, 20:24] *= 1e7
-        values[1, 64:65] *= 1e7
-    return keys, values
-
-
 def stores(kind="random", tokens=118, dtype=torch.float32, group=16, dropped=True):
     """The same tokens in the plain store and in the compiled one, some blocks dropped."""
     if kind == "raw" and dtype == torch.float16:
         pytest.skip("float16 cannot hold what float16 metadata cannot")
-    keys, values = (each.to(dtype) for each in hostile(kind, tokens))
     name = str(dtype).removeprefix("torch.")
     geometry = Geometry(HEADS * GROUP, HEADS, DIM, name, "cpu", SCALE)
     fmt = TierFormat(SIZE, group, "float16", "two-level")
     pair = GhostStore(geometry, fmt, Reference()), CompiledGhosts(geometry, fmt, Cpu())
+    fill(pair, kind, tokens, dtype)
     for store in pair:
-        store.extend(keys[:, : tokens // 2], values[:, : tokens // 2])
-        store.extend(keys[:, tokens // 2 :], values[:, tokens // 2 :])
         if dropped and store.block_count:
             store.keep(kept(store.block_count))
     return pair
@@ -168,26 +157,6 @@ def test_a_block_at_hand_is_checked_where_it_lies(name):
 # -- pieces over blocks -------------------------------------------------------------------------------------
 
 
-def masses_of(kind, count=40, seed=0):
-    """Weights `[H, R, M + 1, S]` and their peaks, masses and sums of squares, of tokens as named."""
-    scores = rows(HEADS, GROUP, count + 1, SIZE, seed=seed)
-    if kind == "sharp":
-        scores *= 60
-    if kind == "one token":
-        scores[:, :, count // 2, 3] += 300
-    if kind == "far":
-        scores[:, :, ::2] -= 900  # squares and weights underflow
-    if kind == "equal":
-        scores[:] = 1.25
-    scores[:, :, -1, 4:] = -torch.inf
-    if kind == "no tail":
-        scores[:, :, -1] = -torch.inf
-    peak = scores.amax(-1)
-    weights = torch.where(scores == -torch.inf, 0.0, (scores - peak[..., None]).exp())
-    return scores, weights, (peak, weights.sum(-1), weights.square().sum(-1))
-
-
-MASSES = ("random", "sharp", "one token", "far", "equal", "no tail")
 READ = (0.1, 0.6, 1.0)
 
 
@@ -197,7 +166,7 @@ def weighed(kind, share):
     read[:, 20] = True  # the heaviest token of `one token`
     values = rows(HEADS, 41, seed=6).abs(), torch.zeros(HEADS, 40, dtype=torch.bool)
     tail = 0 if kind == "no tail" else 4
-    found = _cpu_float64_bounds.weighed(masses_of(kind)[2], read, values, (SIZE, tail), UNDERFLOW)
+    found = _cpu_float64_bounds.weighed(masses_of(kind), read, values, (SIZE, tail), UNDERFLOW)
     skipped = torch.cat((~read, torch.zeros(HEADS, 1, dtype=torch.bool)), 1)[:, None]
     return found, read, proven.Masses(*found[:3], skipped.expand_as(found.share))
 
@@ -205,7 +174,7 @@ def weighed(kind, share):
 @pytest.mark.parametrize("kind", MASSES)
 @pytest.mark.parametrize("share", READ)
 def test_masses_are_relative_to_what_was_read(kind, share):
-    peak, mass, square = masses_of(kind)[2]
+    peak, mass, square = masses_of(kind)
     found, _, masses = weighed(kind, share)
     active = torch.where(masses.skipped, -torch.inf, peak + mass.log())
     total = active.logsumexp(-1, keepdim=True)
@@ -224,7 +193,7 @@ def test_masses_are_relative_to_what_was_read(kind, share):
 @pytest.mark.parametrize("kind", MASSES)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.95, 0.999])
 def test_the_heaviest_blocks_are_those_of_the_ladder(kind, share):
-    _, _, (peak, mass, _) = masses_of(kind)
+    peak, mass, _ = masses_of(kind)
     step = CertifiedStep.__new__(CertifiedStep)
     step.peak, step.mass, step.blocks = peak, mass, 40
     step.read = torch.zeros(HEADS, 40, dtype=torch.bool)
@@ -263,7 +232,7 @@ def test_limits_of_the_mass_outside_are_those_that_are_proven(kind, share, delta
 
 @pytest.mark.parametrize("kind", MASSES)
 def test_attention_of_all_tokens_is_their_softmax(kind):
-    scores, weights, (peak, mass, _) = masses_of(kind)
+    scores, weights, (peak, mass, _) = weights_of(kind)
     tokens = 40 * SIZE + (0 if kind == "no tail" else 4)
     found = _cpu_float64_kept.attention(weights, peak, mass, tokens)
     expected = scores.flatten(2)[..., :tokens].softmax(-1).mean(1)
@@ -284,44 +253,32 @@ def test_bounds_with_skipped_blocks_are_those_that_are_proven(kind, share, delta
     slack = rows(HEADS, GROUP, 41, seed=21).abs() * 1e-12 + 1e-12
     coded = rows(HEADS, GROUP, 41, seed=22).abs() * delta + slack
     output, storing = rows(HEADS, GROUP, DIM, seed=4), rows(HEADS, GROUP, seed=5).abs() * 1e-7
+    outputs = output, output + 1e-7, storing
     tokens = 644
     relative = theta(tokens + 24 + 16 * math.sqrt(DIM), 2.0**-53)
     mine = _cpu_float64_bounds.bounds(
-        found, spread, (slack, coded), (keys, values, read), (output, output + 1e-7, storing),
+        found, spread, (slack, coded), (keys, values, read), outputs,
         torch.full((HEADS, GROUP), limit, dtype=torch.float64),
         (relative, 2.0**-53, math.sqrt(DIM) * tokens * UNDERFLOW),
     )  # fmt: skip
-    # what `CertifiedStep.evaluate` does, from the functions that prove it
-    tail = torch.ones(HEADS, 1, dtype=torch.bool)
-    eta = torch.where(torch.cat((values, tail), 1), 0.0, spread.eta)[:, None].expand_as(found.share)
-    radius = spread.radius[:, None].expand_as(found.share)
-    middle = spread.centre.norm(dim=-1)[:, None, None]
-    mean = (masses.active() * (radius + middle + eta)).sum(-1) * proven.MARGIN
-    norms = mean, output.norm(dim=-1)
-    lost = proven.rounding(*norms, tokens, DIM, found.total, (2.0**-53, UNDERFLOW))
-    residual, spectrum = (each[:, None].expand(-1, GROUP) for each in spectra)
-    values_split = proven.value_split(masses, eta, residual)
-    value = values_split.value()
-    away = ((spread.centre[:, None] - output - 1e-7).norm(dim=-1) + lost + storing) * proven.MARGIN
-    terms = proven.key_terms(masses, torch.where(torch.cat((keys, tail), 1)[:, None], slack, coded))
-    split = proven.key_split(terms, radius, away + value, spectrum)
-    widest = 2 * radius.amax(-1) * terms.total_variation * proven.MARGIN
-    joint = torch.minimum(split.value(), widest)
-    contribution = terms.cw * (radius + (away + value)[..., None]) / terms.z_low[..., None]
-    dropped = joint * _share(contribution, masses.skipped)
+    theirs = prove(masses, found.total, spread, (slack, coded), keys, values, outputs, tokens)
+    radius, terms, offset = spread.radius[:, None], theirs.terms, theirs.away + theirs.value
+    contribution = terms.cw * (radius + offset[..., None]) / terms.z_low[..., None]
+    dropped = theirs.key * _share(contribution, masses.skipped)
     close = {"rtol": 1e-9, "atol": 1e-13}
-    torch.testing.assert_close(mine.value, value, **close)
-    torch.testing.assert_close(mine.rounding, lost, **close)
-    torch.testing.assert_close(mine.key + mine.dropped, joint, **close)
+    torch.testing.assert_close(mine.value, theirs.value, **close)
+    torch.testing.assert_close(mine.rounding, theirs.rounding, **close)
+    torch.testing.assert_close(mine.key + mine.dropped, theirs.key, **close)
     torch.testing.assert_close(mine.dropped, dropped, **close)
     torch.testing.assert_close(mine.contribution, contribution, **close)
-    for ours, theirs in ((mine.key_split, split), (mine.value_split, values_split)):
-        assert torch.equal(ours.order, theirs.order)
-        torch.testing.assert_close(ours.prefix, theirs.prefix, **close)
-        torch.testing.assert_close(ours.rest, theirs.rest, **close)
+    for ours, other in ((mine.key_split, theirs.key_split), (mine.value_split, theirs.value_split)):
+        assert torch.equal(ours.order, other.order)
+        torch.testing.assert_close(ours.prefix, other.prefix, **close)
+        torch.testing.assert_close(ours.rest, other.rest, **close)
     calm = proven.key_terms(masses._replace(skipped=torch.zeros_like(masses.skipped)), slack)
-    floor = proven.key_split(calm, radius, away, spectrum).value()
-    floor = torch.minimum(floor, 2 * radius.amax(-1) * calm.total_variation * proven.MARGIN)
+    spectrum = spread.spectrum[:, None].expand(-1, GROUP)
+    floor = proven.key_split(calm, radius.expand_as(calm.cw), theirs.away, spectrum).value()
+    floor = torch.minimum(floor, widest(spread, calm))
     torch.testing.assert_close(mine.floor, floor if limit == 0 else torch.zeros_like(floor), **close)
 
 
