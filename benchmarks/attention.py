@@ -11,7 +11,6 @@ machine: take one thread and its CPU time there.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from _record import append
 from _timing import Timed, interleaved, phases
 from torch import Tensor
 
 from rcq_cli import LayerCache
-from rcq_cli.environment import collect
 
 
 class Load(NamedTuple):
@@ -187,9 +186,7 @@ def main() -> None:
         if row is None:
             sys.exit(f"{kind}: an output lies outside its bound; no ratio is printed")
         show(row)
-        if args.json:
-            with args.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row | {"environment": collect("cpu")}, sort_keys=True) + "\n")
+        append(args.json, row)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ exact.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _record import append
 from _timing import Spread, spread
 from torch import Tensor
 from transformers import DynamicCache
@@ -28,7 +28,6 @@ from transformers import DynamicCache
 from rcq_cli.engine.decoder import Engine, Prefill
 from rcq_cli.engine.hook import managed_layers
 from rcq_cli.engine.stepper import ModelStepper
-from rcq_cli.environment import collect
 from rcq_cli.options import parse_tokens
 from rcq_cli.protocols import Sample, TaskRequest
 from rcq_cli.registry import Registry
@@ -192,10 +191,7 @@ def main() -> None:
         measured = measure(sides, args.rounds, args.steps)
         for row in rows_of(measured, parse_tokens(ctx), args.threads):
             print(show(row), flush=True)
-            if args.json:
-                record = row | {"options": vars(args) | {"json": None}, "environment": collect("cpu")}
-                with args.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record, sort_keys=True) + "\n")
+            append(args.json, row | {"options": vars(args) | {"json": None}})
 
 
 if __name__ == "__main__":

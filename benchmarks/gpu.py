@@ -11,7 +11,6 @@ Exit 0; 4 when an answer lies outside its bound; 7 without such a device.
 
 import argparse
 import importlib.util
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _record import append
 from _timing import Spread, spread
 from attention import Load, correct, load
 from torch import Tensor
 
 from rcq_cli import LayerCache
-from rcq_cli.environment import collect
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels.reference import BACKEND as REFERENCE
 
@@ -238,13 +237,8 @@ def main() -> None:
             refuse(f"at {tokens} tokens an output lies outside its bound; no time is printed", 4)
             return
         show(row)
-        if args.json:
-            machine = {
-                "environment": collect("cuda"), "tensor_core_error": worst,
-                "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-            }  # fmt: skip
-            with args.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row | machine, sort_keys=True, default=str) + "\n")
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        append(args.json, row | machine | {"tensor_core_error": worst}, "cuda")
         torch.cuda.empty_cache()
 
 

@@ -11,13 +11,13 @@ the original tokens.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _record import append
 from _timing import interleaved
 from attention import Load, exact_output, load
 from torch import Tensor
@@ -25,7 +25,6 @@ from transformers import cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rcq_cli import LayerCache
-from rcq_cli.environment import collect
 
 PEERS = {"quanto int4": "QuantoQuantizedLayer", "hqq int4": "HQQQuantizedLayer"}
 AXIS = {"quanto int4": 0, "hqq int4": 1}
@@ -124,14 +123,11 @@ def main() -> None:
         )
     for name, why in missing.items():
         print(f"{name:>17}  not measured: {why}")
-    if args.json:
-        row = {
-            "tokens": args.tokens, "data": args.data, "threads": args.threads, "errors": errors,
-            "ms": {name: t.wall._asdict() for name, t in timed.items()}, "missing": missing,
-            "environment": collect("cpu"),
-        }  # fmt: skip
-        with args.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    row = {
+        "tokens": args.tokens, "data": args.data, "threads": args.threads, "errors": errors,
+        "ms": {name: t.wall._asdict() for name, t in timed.items()}, "missing": missing,
+    }  # fmt: skip
+    append(args.json, row)
 
 
 if __name__ == "__main__":

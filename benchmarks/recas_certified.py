@@ -15,7 +15,6 @@ that the step would have had without what came back.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from itertools import count, islice
@@ -26,12 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from _record import append
 from torch import Tensor
 
 from rcq_cli.backends import choose_backend
 from rcq_cli.certify.exact import as_groups
 from rcq_cli.engine.decoder import Engine
-from rcq_cli.environment import collect
 from rcq_cli.modes import recas_certified
 from rcq_cli.protocols import Geometry, Sample, Step, TaskRequest
 from rcq_cli.sources import SOURCES
@@ -276,14 +275,7 @@ def main() -> None:
                 for value in row.values()
             )
             print(f"{name:<16}" + " ".join(f"{text:>14}" for text in shown), flush=True)
-            if args.json:
-                record = row | {
-                    "name": name,
-                    "options": vars(args) | {"json": None},
-                    "environment": collect("cpu"),
-                }
-                with args.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record, sort_keys=True) + "\n")
+            append(args.json, row | {"name": name, "options": vars(args) | {"json": None}})
     raise SystemExit(4 if failed else 0)
 
 

@@ -12,7 +12,6 @@ each head's own residuals, and the conformal quantile of the first probes, never
 
 import argparse
 import inspect
-import json
 import os
 import textwrap
 from itertools import chain, islice
@@ -23,9 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from _record import append
 
 from rcq_cli.engine.decoder import Engine
-from rcq_cli.environment import collect
 from rcq_cli.modes import recas
 from rcq_cli.protocols import Geometry, PromptTokenizer, Sample, TaskRequest
 from rcq_cli.recas.estimator import RESIDUAL_WINDOW, Calibrator, conformal_rank
@@ -92,7 +91,7 @@ def covered(rows: list[Row], miss: float) -> dict[str, np.ndarray]:
     """Return per step whether each rule covered all heads at once, once there are probes enough for all."""
     masses, estimates = (np.array([getattr(row, name) for row in rows]) for name in ("masses", "estimates"))
     residuals = masses - estimates
-    calibrator, probed = Calibrator(miss), list[int]()
+    calibrator, probed, least = Calibrator(miss), list[int](), 0
     found: dict[str, list[bool]] = {"rcq": [], "naive": [], "once": [], "open": []}
     for step, row in enumerate(rows):
         if calibrator.ready:
@@ -172,10 +171,7 @@ def main() -> None:
             figures = (row[name] for name in FIGURES)
             shown = " ".join("      -" if figure is None else f"{figure:>7.3f}" for figure in figures)
             print(f"{kind:<10} {nominal:>7} {row['layer_steps']:>7} {shown}", flush=True)
-            if args.json:
-                record = row | {"options": vars(args) | {"json": None}, "environment": collect("cpu")}
-                with args.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record, sort_keys=True) + "\n")
+            append(args.json, row | {"options": vars(args) | {"json": None}})
 
 
 if __name__ == "__main__":

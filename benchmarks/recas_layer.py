@@ -7,13 +7,13 @@ to those of `rcq eval --task recas-traces --mode recas`.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from rcq_cli.environment import collect
+from _record import append
+
 from rcq_cli.recas.latency import LENGTHS, STEPS, layer_latency
 
 
@@ -34,18 +34,15 @@ def main() -> None:
         )
     means = f"full {found.full_ms:.3f} ms, sparse {found.sparse_ms:.3f} ms, ratio {found.ratio:.3f}"
     print(f"geometric mean: {means}; ratio of summed times {found.ratio_of_sums:.3f}")
-    if args.json:
-        record = {
-            "kept_share": args.kept,
-            "active_share": args.active,
-            "steps": args.steps,
-            "latency_ratio": found.ratio,
-            "ratio_of_sums": found.ratio_of_sums,
-            "lengths": [row._asdict() | {"ratio": row.ratio} for row in found.lengths],
-            "environment": collect("cpu"),
-        }
-        with args.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, sort_keys=True) + "\n")
+    record = {
+        "kept_share": args.kept,
+        "active_share": args.active,
+        "steps": args.steps,
+        "latency_ratio": found.ratio,
+        "ratio_of_sums": found.ratio_of_sums,
+        "lengths": [row._asdict() | {"ratio": row.ratio} for row in found.lengths],
+    }
+    append(args.json, record)
 
 
 if __name__ == "__main__":
