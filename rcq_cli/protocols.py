@@ -252,6 +252,11 @@ class Needs:
     rotation: bool = False
     """`Geometry.rotation`; a model without rotary positions that can be moved is refused."""
 
+    @property
+    def chooses_by_attention(self) -> bool:
+        """Whether what is kept of the prompt depends on what its rows attended to."""
+        return self.last_rows > 0 or self.probe_share > 0 or self.column_sums
+
 
 @dataclass(frozen=True, slots=True)
 class Certificate:

@@ -144,9 +144,9 @@ class Engine:
                 completion = self._greedy(prefill, sample, steps)
         done = self._decoded(mode, prefill, steps, completion, selection_ns)
         need = needs_of(mode, options)
-        if need is None or replace(need, rotation=False) == Needs():
+        if need is None or not need.chooses_by_attention:
             return done
-        # what was chosen by attention favours the question where that was in the prompt
+        # such a choice favours the question where that was in the prompt
         aware = sample.context_len >= len(sample.prompt_ids)
         return replace(done, engagement={**done.engagement, "query_aware": aware})
 

@@ -107,6 +107,10 @@ class EvictingLayer:
         if not self.waiting:
             self._keep(self.choose(seen))
 
+    def keys_to_read(self) -> Tensor:
+        """Return the keys `[Hkv, held, D]` that a step multiplies with its queries."""
+        return self.keys.rows
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add the `[Hkv, D]` key and value of one token."""
         if not self.ended:
@@ -118,7 +122,7 @@ class EvictingLayer:
         if not self.ended:
             self.end_prefill(None)
         self.steps += 1
-        keys, scale = self.keys.rows, self.geometry.scale
+        keys, scale = self.keys_to_read(), self.geometry.scale
         output = self.backend.dense(query, keys, self.values.rows, scale)
         self.steps_acted += self.evicted > 0
         if self.waiting:

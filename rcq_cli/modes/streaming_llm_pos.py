@@ -14,23 +14,13 @@ from torch import Tensor
 from rcq_cli.cache.rotary import moved
 from rcq_cli.errors import SpecError
 from rcq_cli.modes.streaming_llm import Options, StreamingLayer, StreamingLlm
-from rcq_cli.protocols import Geometry, Needs, Step
+from rcq_cli.protocols import Geometry, Needs
 
 
 class StreamingPositionsLayer(StreamingLayer):
     """One layer under `streaming-llm-pos`."""
 
-    def attend(self, query: Tensor) -> Step:
-        """Return attention of `[Hq, D]` queries of the newest token on what is held."""
-        if not self.ended:
-            self.end_prefill(None)
-        self.steps += 1
-        self.steps_acted += self.evicted > 0
-        return Step(
-            self.backend.dense(query, self.keys_in_cache(), self.values.rows, self.geometry.scale), None
-        )
-
-    def keys_in_cache(self) -> Tensor:
+    def keys_to_read(self) -> Tensor:
         """Return the keys `[Hkv, held, D]` at the distances that their slots have from the last slot."""
         keys, start, gap = self.keys.rows, self.options.start, self.tokens - self.held
         if not gap or not start:

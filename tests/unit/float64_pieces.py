@@ -45,7 +45,7 @@ def fill(stores, kind, tokens, dtype):
 
 
 def weights_of(kind, count=40, seed=0):
-    """Scores and weights `[H, R, M + 1, S]` and their peaks, masses and sums of squares, of tokens as named."""
+    """Scores, weights `[H, R, M + 1, S]`, and their peaks, masses and sums of squares, as named."""
     scores = rows(HEADS, GROUP, count + 1, SIZE, seed=seed)
     if kind == "sharp":
         scores *= 60
