@@ -4,29 +4,25 @@ They compute what `reference.py` and the float64 ladder define, in another order
 nothing first: for modes whose policy compares float64 numbers, which the float32 kernels cannot give. Blocks
 hold a multiple of four tokens, groups of values 16 channels. The open tail is the last block, with scores of
 -inf where it holds no token. Here are passes over tokens, in `_cpu_float64_blocks.py` those over blocks.
+All run on one thread: a parallel loop of Numba leaves out stores through pointers that nothing reads again.
 """
 
-from collections.abc import Callable
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
 from rcq_cli.kernels._cpu_float64_rows import ROWS, add_rows, decode, dots, kind_of, widen
 from rcq_cli.kernels._cpu_vector import ahead, bytes_at, doubles_at, entry, longs_at, plain
 from rcq_cli.kernels._format import CHECKSUM_FACTOR
 from rcq_cli.kernels._rounding import MARGIN
-from rcq_cli.kernels.cpu import share_threads
 
 Array = np.ndarray[Any, Any]
 Pairs = tuple[Tensor, Tensor]
 """KV head and block of each of n blocks, int64 `[n]`."""
-PIECES = 16
-"""Work is cut into this many pieces, so that a thread that was held up is waited for only briefly."""
 
 
 class Place(NamedTuple):
@@ -119,8 +115,8 @@ def score(
     assert steps.pitch == offset.pitch
     _score(
         query.contiguous().numpy(), scale, *codes[:2], *steps[:2], offset.address, steps.kind, *tail[:2],
-        tail.kind, tail_tokens, *(note.numpy() for note in notes), *slack, *(each.numpy() for each in found),
-        fine.numpy(),
+        tail.kind, tail_tokens, *(note.numpy() for note in notes), *slack, scratch(group + ROWS + 2, query),
+        *(each.numpy() for each in found), fine.numpy(),
     )  # fmt: skip
     return found, bool(fine.all())
 
@@ -162,7 +158,7 @@ def promote(
     _promote(
         query.contiguous().numpy(), scale, *layer.keys[:3], layer.keys.kind, *(i.numpy() for i in pairs),
         take.numpy(), allowed.numpy(), layer.tier_1, layer.originals, layer.factors, layer.checks,
-        layer.slots, scores.numpy(), *(flags.numpy() for flags in found),
+        layer.slots, scratch(ROWS, query), scores.numpy(), *(flags.numpy() for flags in found),
     )  # fmt: skip
     return found
 
@@ -176,7 +172,7 @@ def sum_values(
     codes stand for. The second item tells which exact blocks are not what was stored, `[Hkv, M]`.
     """
     heads, group = weights.shape[:2]
-    changed, sums = torch.zeros_like(exact), weights.new_zeros(PIECES, heads, group, dim)
+    changed, sums = torch.zeros_like(exact), weights.new_zeros(heads, group, dim)
     nowhere = Place(0, 0, 0, 0, 0)
     codes, scale, offset = (
         layer.codes.get(f"value_{name}", nowhere) for name in ("codes", "scale", "offset")
@@ -185,10 +181,10 @@ def sum_values(
     _sum_values(
         weights.numpy(), share.numpy(), *codes[:2], *scale[:2], offset.address, exact.numpy(),
         *layer.values[:3], layer.values.kind, layer.originals, layer.factors, layer.checks, *tail[:2],
-        tail_tokens, sums.numpy(), changed.numpy(),
+        tail_tokens, scratch(2 * ROWS, sums), sums.numpy(), changed.numpy(),
     )  # fmt: skip
     # even channels come before odd ones
-    return sums.sum(0).unflatten(2, (2, -1)).transpose(2, 3).flatten(2), changed
+    return sums.unflatten(2, (2, -1)).transpose(2, 3).flatten(2), changed
 
 
 def checksums(layer: Layer, words: Array, pairs: Pairs) -> Tensor:
@@ -196,6 +192,14 @@ def checksums(layer: Layer, words: Array, pairs: Pairs) -> Tensor:
     out = torch.empty(len(pairs[0]), dtype=torch.int64)
     _checksums(words, layer.factors, *(index.numpy() for index in pairs), layer.slots, out.numpy())
     return out
+
+
+def scratch(rows: int, like: Tensor) -> Array:
+    """Return room for rows of float64 `[.., D]`, for kernels that reach it through a pointer.
+
+    It must belong to the caller: Numba frees what a kernel makes after its last use by name.
+    """
+    return np.empty((rows, like.shape[-1]))
 
 
 @cache
@@ -207,81 +211,64 @@ LOOSE = {"reassoc", "contract"}
 """Sums in any order and fused products: what the rounding terms of a certificate allow for."""
 
 
-def compiled(**options: Any) -> Callable[[Any], Callable[..., None]]:
-    """Return a decorator that compiles for one thread and for several, whichever is asked for first."""
-
-    def decorate(function: Any) -> Callable[..., None]:
-        alone, together = entry(**options)(function), entry(parallel=True, **options)(function)
-
-        def call(*arguments: Any) -> None:
-            # most calls take less time than to gather a team, which is of no use to one thread
-            several = torch.get_num_threads() > 1 and share_threads() > 1
-            (together if several else alone)(*arguments)
-
-        return call
-
-    return decorate
-
-
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _score(
     query: Array, factor: float, codes: int, code_pitch: int, scale: int, meta_pitch: int, offset: int,
     meta_kind: int, tail: int, tail_pitch: int, kind: int, tail_tokens: int, rk: Array, kappa: Array,
-    rate: float, floor: float, out: Array, half_step: Array, slack: Array, delta: Array, fine: Array,
+    rate: float, floor: float, spare: Array, out: Array, half_step: Array, slack: Array, delta: Array,
+    fine: Array,
 ) -> None:  # fmt: skip
     (heads, group, count, size), dim = out.shape, query.shape[2]
     pairs = heads * count
-    for piece in prange(PIECES):
-        buffer, constant = np.empty((group + ROWS + 2, dim)), np.empty(group)
-        rows = doubles_at(buffer.ctypes.data)
-        folded = ahead(rows, ROWS * dim)
-        steps, zeros = ahead(folded, group * dim), ahead(folded, (group + 1) * dim)
-        for pair in range(piece * pairs // PIECES, (piece + 1) * pairs // PIECES):
-            h, b, check = pair // count, pair % count, 0.0
-            coded, held = b < count - 1, size if b < count - 1 else tail_tokens
+    rows, constant = doubles_at(spare.ctypes.data), np.empty(group)
+    folded = ahead(rows, ROWS * dim)
+    steps, zeros = ahead(folded, group * dim), ahead(folded, (group + 1) * dim)
+    for pair in range(pairs):
+        h, b, check = pair // count, pair % count, 0.0
+        coded, held = b < count - 1, size if b < count - 1 else tail_tokens
+        if coded:
+            meta = h * meta_pitch + b * dim
+            widen(meta_kind, scale, meta, dim, steps)
+            widen(meta_kind, offset, meta, dim, zeros)
+        for r in range(group):
+            asked, into = (
+                ahead(doubles_at(query.ctypes.data), (h * group + r) * dim),
+                ahead(folded, r * dim),
+            )
+            dot, step, square = 0.0, 0.0, 0.0
+            for d in range(dim):
+                into[d] = asked[d]
+                square += asked[d] * asked[d]
             if coded:
-                meta = h * meta_pitch + b * dim
-                widen(meta_kind, scale, meta, dim, steps)
-                widen(meta_kind, offset, meta, dim, zeros)
-            for r in range(group):
-                asked, into = (
-                    ahead(doubles_at(query.ctypes.data), (h * group + r) * dim),
-                    ahead(folded, r * dim),
-                )
-                dot, step, square = 0.0, 0.0, 0.0
                 for d in range(dim):
-                    into[d] = asked[d]
-                    square += asked[d] * asked[d]
-                if coded:
-                    for d in range(dim):
-                        into[d] *= steps[d]
-                        dot += asked[d] * zeros[d]
-                        step += abs(asked[d]) * steps[d]
-                norm = np.sqrt(square) * MARGIN
-                constant[r], half_step[h, r, b] = dot, 0.5 * step
-                allowed = rate * norm * (kappa[h, b] + rk[h, b]) + floor
-                slack[h, r, b], check = allowed, check + allowed * 0.0
-                delta[h, r, b] = min(0.5 * step, norm * rk[h, b]) * (abs(factor) * MARGIN) + allowed
-            for t in range(0, size, ROWS):
-                present = min(max(held - t, 0), ROWS)
-                if coded:
-                    code = ahead(bytes_at(codes), h * code_pitch + (b * size + t) * dim)
-                    for d in range(ROWS * dim):
-                        rows[d] = np.int8(code[d])
-                else:
-                    widen(kind, tail, h * tail_pitch + t * dim, present * dim, rows)
-                for r in range(group):
-                    found = dots(rows, ahead(folded, r * dim), dim)
-                    for i in range(ROWS):
-                        scored = (found[i] + constant[r]) * factor if i < present else -np.inf
-                        check += scored * 0.0 if i < present else 0.0
-                        out[h, r, b, t + i] = scored
-            fine[h, b] = check == 0.0
+                    into[d] *= steps[d]
+                    dot += asked[d] * zeros[d]
+                    step += abs(asked[d]) * steps[d]
+            norm = np.sqrt(square) * MARGIN
+            constant[r], half_step[h, r, b] = dot, 0.5 * step
+            allowed = rate * norm * (kappa[h, b] + rk[h, b]) + floor
+            slack[h, r, b], check = allowed, check + allowed * 0.0
+            delta[h, r, b] = min(0.5 * step, norm * rk[h, b]) * (abs(factor) * MARGIN) + allowed
+        for t in range(0, size, ROWS):
+            present = min(max(held - t, 0), ROWS)
+            if coded:
+                code = ahead(bytes_at(codes), h * code_pitch + (b * size + t) * dim)
+                for d in range(ROWS * dim):
+                    rows[d] = np.int8(code[d])
+            else:
+                widen(kind, tail, h * tail_pitch + t * dim, present * dim, rows)
+            for r in range(group):
+                found = dots(rows, ahead(folded, r * dim), dim)
+                for i in range(ROWS):
+                    scored = (found[i] + constant[r]) * factor if i < present else -np.inf
+                    check += scored * 0.0 if i < present else 0.0
+                    out[h, r, b, t + i] = scored
+        fine[h, b] = check == 0.0
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _below_peak(scores: int, into: int, peak: int, rows: int, size: int) -> None:
-    for row in prange(rows):
+    for row in range(rows):
         mine, below = ahead(doubles_at(scores), row * size), ahead(doubles_at(into), row * size)
         highest = -np.inf
         for t in range(size):
@@ -292,11 +279,11 @@ def _below_peak(scores: int, into: int, peak: int, rows: int, size: int) -> None
             below[t] = mine[t] - highest
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _sum_weights(
     weights: int, peak: int, mass: int, square: int, log_mass: int, rows: int, size: int
 ) -> None:
-    for row in prange(rows):
+    for row in range(rows):
         mine, total, squares = ahead(doubles_at(weights), row * size), 0.0, 0.0
         for t in range(size):
             total += mine[t]
@@ -318,75 +305,71 @@ def checksum(words: Array, factors: Array, head: int, block: int, slot: int) -> 
     return total
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _promote(
     query: Array, scale: float, keys: int, pitch: int, width: int, kind: int, heads: Array, blocks: Array,
     take: Array, allowed: Array, tier_1: Array, originals: Array, factors: Array, checks: Array,
-    slots: Array, scores: Array, unlike: Array, changed: Array,
+    slots: Array, spare: Array, scores: Array, unlike: Array, changed: Array,
 ) -> None:  # fmt: skip
     group, size, dim, count = scores.shape[1], scores.shape[3], query.shape[2], len(heads)
-    for piece in prange(PIECES):
-        buffer = np.empty((ROWS, dim))
-        rows = doubles_at(buffer.ctypes.data)
-        for pair in range(piece * count // PIECES, (piece + 1) * count // PIECES):
-            h, b = heads[pair], blocks[pair]
-            slot = slots[h, b]
-            # the originals are summed up just before they are scored, so memory is read once
-            changed[pair] = checksum(originals, factors, h, b, b) != checks[h, b, 1]
-            # what has no values here is checked by its scores alone
-            bad = slot >= 0 and checksum(tier_1, factors, h, b, slot) != checks[h, b, 0]
-            for t in range(0, size, ROWS):
-                widen(kind, keys, h * pitch + b * width + t * dim, ROWS * dim, rows)
-                for r in range(group):
-                    found = dots(rows, ahead(doubles_at(query.ctypes.data), (h * group + r) * dim), dim)
-                    for i in range(ROWS):
-                        exact, coded = found[i] * scale, scores[h, r, b, t + i]
-                        bad = bad or not abs(exact - coded) <= allowed[h, r, b]
-                        scores[h, r, b, t + i] = exact if take[pair] else coded
-            unlike[pair] = bad
+    rows = doubles_at(spare.ctypes.data)
+    for pair in range(count):
+        h, b = heads[pair], blocks[pair]
+        slot = slots[h, b]
+        # the originals are summed up just before they are scored, so memory is read once
+        changed[pair] = checksum(originals, factors, h, b, b) != checks[h, b, 1]
+        # what has no values here is checked by its scores alone
+        bad = slot >= 0 and checksum(tier_1, factors, h, b, slot) != checks[h, b, 0]
+        for t in range(0, size, ROWS):
+            widen(kind, keys, h * pitch + b * width + t * dim, ROWS * dim, rows)
+            for r in range(group):
+                found = dots(rows, ahead(doubles_at(query.ctypes.data), (h * group + r) * dim), dim)
+                for i in range(ROWS):
+                    exact, coded = found[i] * scale, scores[h, r, b, t + i]
+                    bad = bad or not abs(exact - coded) <= allowed[h, r, b]
+                    scores[h, r, b, t + i] = exact if take[pair] else coded
+        unlike[pair] = bad
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _sum_values(
     weights: Array, share: Array, codes: int, code_pitch: int, scale: int, meta_pitch: int, offset: int,
     exact: Array, values: int, pitch: int, width: int, kind: int, originals: Array, factors: Array,
-    checks: Array, tail: int, tail_pitch: int, tail_tokens: int, out: Array, changed: Array,
+    checks: Array, tail: int, tail_pitch: int, tail_tokens: int, spare: Array, out: Array, changed: Array,
 ) -> None:  # fmt: skip
-    (heads, group, count, size), dim = weights.shape, out.shape[3]
+    (heads, group, count, size), dim = weights.shape, out.shape[2]
     pairs = heads * count
-    for piece in prange(PIECES):
-        # even channels are low nibbles, odd ones high: apart, both run through memory in order
-        buffer = np.empty((2 * ROWS, dim))
-        rows, raw = doubles_at(buffer.ctypes.data), ahead(doubles_at(buffer.ctypes.data), ROWS * dim)
-        for pair in range(piece * pairs // PIECES, (piece + 1) * pairs // PIECES):
-            h, b = pair // count, pair % count
-            held, coded = size if b < count - 1 else tail_tokens, b < count - 1 and not exact[h, b]
-            if b < count - 1 and exact[h, b]:
-                changed[h, b] = checksum(originals, factors, h, b, b) != checks[h, b, 1]
-            for start in range(0, held, ROWS):
-                present = min(held - start, ROWS)
-                if coded:
-                    token = b * size + start
-                    meta = h * meta_pitch + token * (dim // 16)
-                    decode(codes + h * code_pitch + token * (dim // 2), scale, offset, meta, dim, rows)
+    # even channels are low nibbles, odd ones high: apart, both run through memory in order
+    rows = doubles_at(spare.ctypes.data)
+    raw = ahead(rows, ROWS * dim)
+    for pair in range(pairs):
+        h, b = pair // count, pair % count
+        held, coded = size if b < count - 1 else tail_tokens, b < count - 1 and not exact[h, b]
+        if b < count - 1 and exact[h, b]:
+            changed[h, b] = checksum(originals, factors, h, b, b) != checks[h, b, 1]
+        for start in range(0, held, ROWS):
+            present = min(held - start, ROWS)
+            if coded:
+                token = b * size + start
+                meta = h * meta_pitch + token * (dim // 16)
+                decode(codes + h * code_pitch + token * (dim // 2), scale, offset, meta, dim, rows)
+            else:
+                if b < count - 1:
+                    widen(kind, values, h * pitch + b * width + start * dim, ROWS * dim, raw)
                 else:
-                    if b < count - 1:
-                        widen(kind, values, h * pitch + b * width + start * dim, ROWS * dim, raw)
-                    else:
-                        widen(kind, tail, h * tail_pitch + start * dim, present * dim, raw)
-                    for i in range(ROWS):
-                        for d in range(dim // 2):
-                            rows[i * dim + d] = raw[i * dim + 2 * d] if i < present else 0.0
-                            rows[i * dim + dim // 2 + d] = raw[i * dim + 2 * d + 1] if i < present else 0.0
-                for r in range(group):
-                    into = ahead(doubles_at(out.ctypes.data), ((piece * heads + h) * group + r) * dim)
-                    add_rows(rows, dim, weights[h, r, b], start, share[h, r, b], into)
+                    widen(kind, tail, h * tail_pitch + start * dim, present * dim, raw)
+                for i in range(ROWS):
+                    for d in range(dim // 2):
+                        rows[i * dim + d] = raw[i * dim + 2 * d] if i < present else 0.0
+                        rows[i * dim + dim // 2 + d] = raw[i * dim + 2 * d + 1] if i < present else 0.0
+            for r in range(group):
+                into = ahead(doubles_at(out.ctypes.data), (h * group + r) * dim)
+                add_rows(rows, dim, weights[h, r, b], start, share[h, r, b], into)
 
 
-@compiled()
+@entry()
 def _checksums(words: Array, factors: Array, heads: Array, blocks: Array, slots: Array, out: Array) -> None:
     count = len(heads)
-    for piece in prange(PIECES):
-        for pair in range(piece * count // PIECES, (piece + 1) * count // PIECES):
-            h, b = heads[pair], blocks[pair]
-            out[pair] = checksum(words, factors, h, b, slots[h, b])
+    for pair in range(count):
+        h, b = heads[pair], blocks[pair]
+        out[pair] = checksum(words, factors, h, b, slots[h, b])

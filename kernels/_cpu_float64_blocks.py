@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
-from rcq_cli.kernels._cpu_float64 import LOOSE, Array, Place, compiled
+from rcq_cli.kernels._cpu_float64 import LOOSE, Array, Place, scratch
 from rcq_cli.kernels._cpu_float64_bounds import falling
 from rcq_cli.kernels._cpu_float64_rows import kind_of, widen
-from rcq_cli.kernels._cpu_vector import ahead, doubles_at, half, plain, shorts_at
+from rcq_cli.kernels._cpu_vector import ahead, doubles_at, entry, half, plain, shorts_at
 from rcq_cli.kernels._rounding import MARGIN
 
 
@@ -60,7 +59,7 @@ def annotations(stored: Place, raw: Tensor, raw_bounds: Tensor, tails: Tensor, c
     out = centre.new_empty(4, heads, count + 1)
     _annotations(
         *stored[:2], raw.numpy(), raw_bounds.numpy(), tails.data_ptr(), *tails.stride()[:2],
-        kind_of(tails.dtype), tokens, centre.numpy(), out.numpy(),
+        kind_of(tails.dtype), tokens, centre.numpy(), scratch(1, centre), out.numpy(),
     )  # fmt: skip
     return out
 
@@ -81,15 +80,14 @@ def dearest(cost: Tensor, allowance: Tensor) -> Tensor:
     return needed
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _annotations(
     stored: int, pitch: int, raw: Array, raw_bounds: Array, tails: int, side: int, head: int, kind: int,
-    tokens: int, centre: Array, out: Array,
+    tokens: int, centre: Array, spare: Array, out: Array,
 ) -> None:  # fmt: skip
     heads, count, dim = raw.shape[0], raw.shape[1], centre.shape[1]
-    for h in prange(heads):
-        buffer = np.empty(dim)
-        row, notes = doubles_at(buffer.ctypes.data), ahead(shorts_at(stored), h * pitch)
+    for h in range(heads):
+        row, notes = doubles_at(spare.ctypes.data), ahead(shorts_at(stored), h * pitch)
         for b in range(count):
             for i in range(4):
                 out[i, h, b] = half(notes[4 * b + i])
@@ -108,13 +106,13 @@ def _annotations(
             out[2 * i, h, count], out[2 * i + 1, h, count] = 0.0, np.sqrt(largest) * MARGIN
 
 
-@compiled()
+@entry()
 def _choose(
     coded: Array, tau: float, fewest: int, most: int, expand_above: float, chosen: Array, uncovered: Array,
     expanded: Array,
 ) -> None:  # fmt: skip
     rows, width = coded.shape
-    for row in prange(rows):
+    for row in range(rows):
         share = _softmax(coded[row])
         order = falling(share[: width - 1])
         count, before = 0, 0.0
@@ -141,12 +139,12 @@ def _sum_from(values: Array, order: Array, first: int) -> float:
     return result
 
 
-@compiled()
+@entry()
 def _order(
     exact: Array, coded: Array, known: Array, delta: Array, ranks: int, rank: Array, boundary: Array
 ) -> None:
     heads, group, count = exact.shape[0], exact.shape[1], known.shape[1]
-    for row in prange(heads * group):
+    for row in range(heads * group):
         h, r = row // group, row % group
         places = np.flatnonzero(known[h])
         mine, theirs = exact[h, r, :count][places], coded[h, r, :count][places]
@@ -179,10 +177,10 @@ def _softmax(logs: Array) -> Array:
     return share
 
 
-@compiled()
+@entry()
 def _heaviest(log_mass: Array, share: float, chosen: Array) -> None:
     heads, group, _ = log_mass.shape
-    for h in prange(heads):
+    for h in range(heads):
         for r in range(group):
             weight, before = _softmax(log_mass[h, r]), 0.0
             for b in falling(weight):
@@ -191,10 +189,10 @@ def _heaviest(log_mass: Array, share: float, chosen: Array) -> None:
                     chosen[h, b] = True
 
 
-@compiled()
+@entry()
 def _dearest(cost: Array, allowance: Array, needed: Array) -> None:
     heads, group, _ = cost.shape
-    for h in prange(heads):
+    for h in range(heads):
         for r in range(group):
             spent = 0.0
             for b in np.argsort(cost[h, r], kind="mergesort"):

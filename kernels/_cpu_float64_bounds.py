@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
-from rcq_cli.kernels._cpu_float64 import LOOSE, Array, compiled
-from rcq_cli.kernels._cpu_vector import loose, plain
+from rcq_cli.kernels._cpu_float64 import LOOSE, Array
+from rcq_cli.kernels._cpu_vector import entry, loose, plain
 from rcq_cli.kernels._rounding import MARGIN
 
 _NEAR_ONE = 2.0**-30
@@ -125,14 +124,14 @@ def limits(masses: Weighed, outside: Tensor, errors: tuple[Tensor, Tensor], exac
     return found
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _weigh(
     peak: Array, mass: Array, square: Array, read: Array, eta: Array, exact: Array, size: int, tail: int,
     log_underflow: float, log_weight: Array, log_square: Array, log_flushed: Array, share: Array,
     error: Array, total: Array,
 ) -> None:  # fmt: skip
     heads, group, count = peak.shape
-    for row in prange(heads * group):
+    for row in range(heads * group):
         h, r, top, weight = row // group, row % group, -np.inf, 0.0
         for b in range(count):
             if b == count - 1 or read[h, b]:
@@ -304,7 +303,7 @@ def _norm(one: Array, other: Array, factor: float) -> float:
     return np.sqrt(square)
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _bounds(
     log_weight: Array, log_square: Array, log_flushed: Array, total: Array, eta: Array, radius: Array,
     centre: Array, residual_spectrum: Array, spectrum: Array, slack: Array, coded: Array, exact_keys: Array,
@@ -314,7 +313,7 @@ def _bounds(
     value_order: Array, value_before: Array, value_after: Array,
 ) -> None:  # fmt: skip
     heads, group, count = log_weight.shape
-    for row in prange(heads * group):
+    for row in range(heads * group):
         h, r = row // group, row % group
         logs = log_weight[h, r], log_square[h, r], log_flushed[h, r]
         middle = _norm(centre[h], centre[h], 0.0)
@@ -354,13 +353,13 @@ def _add_log(total: float, top: float, log: float) -> Any:
     return total * np.exp(top - log) + 1.0, log
 
 
-@compiled()
+@entry()
 def _limits(
     log_weight: Array, log_flushed: Array, outside: Array, slack: Array, coded: Array, exact: Array,
     out: Array,
 ) -> None:  # fmt: skip
     heads, group, count = log_weight.shape
-    for row in prange(heads * group):
+    for row in range(heads * group):
         h, r = row // group, row % group
         for side in range(2):
             sign = 2.0 * side - 1.0

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
-from rcq_cli.kernels._cpu_float64 import LOOSE, PIECES, Array, Layer, Place, checksum, compiled
+from rcq_cli.kernels._cpu_float64 import LOOSE, Array, Layer, Place, checksum, scratch
 from rcq_cli.kernels._cpu_float64_rows import ROWS, add_rows, decode_two_level, widen
-from rcq_cli.kernels._cpu_vector import ahead, doubles_at
+from rcq_cli.kernels._cpu_vector import ahead, doubles_at, entry
 
 
 class Reading(NamedTuple):
@@ -41,7 +40,8 @@ def sum_blocks(
     _sum_blocks(
         weights.numpy(), *codes[:2], *low[:2], step.address, *marks[:2], group,
         *(flags.numpy() for flags in reading), layer.slots, *values[:3], values.kind, layer.originals,
-        layer.factors, layer.checks, *place[:2], tokens, sums.numpy(), changed.numpy(),
+        layer.factors, layer.checks, *place[:2], tokens, scratch(ROWS + weights.shape[1], sums),
+        sums.numpy(), changed.numpy(),
     )  # fmt: skip
     return changed
 
@@ -56,61 +56,59 @@ def attention(weights: Tensor, peak: Tensor, mass: Tensor, tokens: int) -> Tenso
     return found
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _sum_blocks(
     weights: Array, codes: int, code_pitch: int, low: int, low_pitch: int, step: int, marks: int,
     mark_pitch: int, channels: int, chosen: Array, exact: Array, slots: Array, values: int, pitch: int,
     width: int, kind: int, originals: Array, odd: Array, checks: Array, tail: int, tail_pitch: int,
-    tail_tokens: int, sums: Array, changed: Array,
+    tail_tokens: int, spare: Array, sums: Array, changed: Array,
 ) -> None:  # fmt: skip
     (heads, group, count, size), dim = weights.shape, sums.shape[3]
     pairs = heads * count
-    for piece in prange(PIECES):
-        buffer = np.zeros((ROWS + group, dim))
-        rows = doubles_at(buffer.ctypes.data)
-        totals = ahead(rows, ROWS * dim)
-        for pair in range(piece * pairs // PIECES, (piece + 1) * pairs // PIECES):
-            h, b = pair // count, pair % count
-            open_tail = b == count - 1
-            if not (tail_tokens > 0 if open_tail else chosen[h, b]):
-                continue
-            coded, held = not (open_tail or exact[h, b]), tail_tokens if open_tail else size
-            if not open_tail and exact[h, b]:
-                changed[h, b] = checksum(originals, odd, h, b, b) != checks[h, b, 1]
-            for d in range(group * dim):
-                totals[d] = 0.0
-            for start in range(0, held, ROWS):
-                if coded:
-                    token = slots[h, b] * size + start
-                    decode_two_level(
-                        codes + h * code_pitch, low + 2 * h * low_pitch, step + 2 * h * low_pitch,
-                        marks + h * mark_pitch, token, dim, channels, rows,
-                    )  # fmt: skip
-                elif open_tail:
-                    present = min(held - start, ROWS)
-                    widen(kind, tail, h * tail_pitch + start * dim, present * dim, rows)
-                    for d in range(present * dim, ROWS * dim):
-                        rows[d] = 0.0
-                else:
-                    widen(kind, values, h * pitch + b * width + start * dim, ROWS * dim, rows)
-                for r in range(group):
-                    add_rows(rows, dim, weights[h, r, b], start, 1.0, ahead(totals, r * dim))
+    rows = doubles_at(spare.ctypes.data)
+    totals = ahead(rows, ROWS * dim)
+    for pair in range(pairs):
+        h, b = pair // count, pair % count
+        open_tail = b == count - 1
+        if not (tail_tokens > 0 if open_tail else chosen[h, b]):
+            continue
+        coded, held = not (open_tail or exact[h, b]), tail_tokens if open_tail else size
+        if not open_tail and exact[h, b]:
+            changed[h, b] = checksum(originals, odd, h, b, b) != checks[h, b, 1]
+        for d in range(group * dim):
+            totals[d] = 0.0
+        for start in range(0, held, ROWS):
+            if coded:
+                token = slots[h, b] * size + start
+                decode_two_level(
+                    codes + h * code_pitch, low + 2 * h * low_pitch, step + 2 * h * low_pitch,
+                    marks + h * mark_pitch, token, dim, channels, rows,
+                )  # fmt: skip
+            elif open_tail:
+                present = min(held - start, ROWS)
+                widen(kind, tail, h * tail_pitch + start * dim, present * dim, rows)
+                for d in range(present * dim, ROWS * dim):
+                    rows[d] = 0.0
+            else:
+                widen(kind, values, h * pitch + b * width + start * dim, ROWS * dim, rows)
             for r in range(group):
-                mine = ahead(totals, r * dim)
-                found = ahead(doubles_at(sums.ctypes.data), ((h * group + r) * count + b) * dim)
-                # codes give even channels before odd ones
-                apart, stride = (dim // 2, 2) if coded else (dim, 1)
-                for d in range(apart):
-                    found[stride * d] = mine[d]
-                for d in range(dim - apart):
-                    found[2 * d + 1] = mine[apart + d]
+                add_rows(rows, dim, weights[h, r, b], start, 1.0, ahead(totals, r * dim))
+        for r in range(group):
+            mine = ahead(totals, r * dim)
+            found = ahead(doubles_at(sums.ctypes.data), ((h * group + r) * count + b) * dim)
+            # codes give even channels before odd ones
+            apart, stride = (dim // 2, 2) if coded else (dim, 1)
+            for d in range(apart):
+                found[stride * d] = mine[d]
+            for d in range(dim - apart):
+                found[2 * d + 1] = mine[apart + d]
 
 
-@compiled(fastmath=LOOSE)
+@entry(fastmath=LOOSE)
 def _attention(weights: Array, peak: Array, mass: Array, out: Array) -> None:
     heads, group, count, size = weights.shape
     tokens = out.shape[1]
-    for h in prange(heads):
+    for h in range(heads):
         share = np.empty((group, count))
         for r in range(group):
             top, total = -np.inf, 0.0
