@@ -74,11 +74,20 @@ def capped(x: Any) -> Any:
 
 
 @loose
-def kept_weight(line: Line, width: int) -> float:
-    """Return the sum of the weights of all kept blocks, in float64."""
+def whole_weight(line: Line, width: int) -> float:
+    """Return the sum of the weights of all blocks, in float64."""
+    mass, factor, result = line.mass, line.factor, 0.0
+    for b in range(width):
+        result += np.float64(mass[b]) * np.float64(factor[b])
+    return result
+
+
+@loose
+def skipped_weight(line: Line, width: int) -> float:
+    """Return the part of it from blocks whose values c0 stands for."""
     mass, factor, keep, result = line.mass, line.factor, line.keep, 0.0
     for b in range(width):
-        result += np.float64(mass[b]) * np.float64(factor[b]) * np.float64(keep[b])
+        result += np.float64(mass[b]) * np.float64(factor[b]) * (1 - np.float64(keep[b]))
     return result
 
 
@@ -86,7 +95,7 @@ def kept_weight(line: Line, width: int) -> float:
 def normalise(line: Line, width: int) -> float:
     """Set every block's factor exp(peak - highest peak) and share.
 
-    Return the total weight of the kept blocks.
+    Return the total weight.
     """
     top = splat(LOW)
     for b in range(0, width, LANES):
@@ -94,7 +103,7 @@ def normalise(line: Line, width: int) -> float:
     centre = splat(highest(top))
     for b in range(0, width, LANES):
         store(line.factor, b, exponential(sub(load(line.peak, b), centre)))
-    weight = kept_weight(line, width)
+    weight = whole_weight(line, width)
     inverse = splat(np.float32(1 / weight))
     for b in range(0, width, LANES):
         store(line.share, b, mul(mul(load(line.mass, b), load(line.factor, b)), inverse))
@@ -118,14 +127,15 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
     for start in range(0, width, SHORT_RUN):
         summand, charge = splat(np.float32(0)), splat(np.float32(0))
         for b in range(start, min(width, start + SHORT_RUN), LANES):
-            keep = load(line.keep, b)
-            coded, share = mul(load(line.value_coded, b), keep), mul(load(line.share, b), keep)
+            keep, share = load(line.keep, b), load(line.share, b)
+            coded = mul(load(line.value_coded, b), keep)
             relative = mul(load(line.factor, b), inverse)
             store(line.cost, b, mul(mul(share, load(slot.eta, b)), coded))
             store(line.energy, b, mul(mul(mul(relative, relative), load(line.square, b)), coded))
             store(line.move, b, one)
-            original = mul(add(load(slot.radius, b), centre_), sub(one, coded))
-            summand = fma(share, fma(coded, load(slot.magnitude, b), original), summand)
+            # an original, or c0 in place of it
+            other = mul(fma(load(slot.radius, b), keep, centre_), sub(one, coded))
+            summand = fma(share, fma(coded, load(slot.magnitude, b), other), summand)
             charge = fma(mul(relative, coded), load(slot.step, b), charge)
         summands += np.float64(total(summand))
         charges += np.float64(total(charge))
@@ -137,17 +147,10 @@ class KeySums(NamedTuple):
 
     fixed: float
     """Contributions of blocks with exact keys."""
-    active: float
-    """Contributions of kept blocks."""
-    skipped: float
     low: float
     """Of share * exp(-delta): lower bound of the normaliser."""
-    kept: float
-    """The part of `low` from kept blocks."""
     moved: float
-    """Weight shifts of kept blocks."""
-    lifted: float
-    """Weight shifts of skipped ones."""
+    """Weight shifts."""
     flushed: float
     """Most weight that underflow may have lost."""
     widest: float
@@ -159,61 +162,38 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
     """Write cw * (rv + h), cw and c2 of blocks with coded keys; return the sums of theory section 10."""
     lost = max(tokens * 1.7e-38 / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
-    one, half, zero = splat(np.float32(1)), splat(np.float32(0.5)), splat(np.float32(0))
+    one, zero = splat(np.float32(1)), splat(np.float32(0))
     limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(HOPELESS))
-    fixed, active, skipped, low, kept = 0.0, 0.0, 0.0, 0.0, 0.0
-    moved, lifted, flushed, widest = 0.0, 0.0, 0.0, zero
+    fixed, low, moved, flushed, widest = 0.0, 0.0, 0.0, 0.0, zero
     for start in range(0, width, SHORT_RUN):
-        fix, act, out, fit, hold, shift_in, shift_out, gone = zero, zero, zero, zero, zero, zero, zero, zero
+        fix, fit, shifted, gone = zero, zero, zero, zero
         for b in range(start, min(width, start + SHORT_RUN), LANES):
-            delta, share, keep = load(line.delta, b), load(line.share, b), load(line.keep, b)
-            coded, drop = load(line.key_coded, b), sub(one, keep)
+            delta, share, coded = load(line.delta, b), load(line.share, b), load(line.key_coded, b)
             up, down = growth(delta)
-            lift = add(up, one)
-            grown, loss = pick_less(keep, half, lift, up), mul(lost_, lift)
-            shift = pick_less(delta, limit, capped(fma(share, grown, loss)), hopeless)
+            loss = mul(lost_, add(up, one))
+            shift = pick_less(delta, limit, capped(fma(share, up, loss)), hopeless)
             cost = mul(shift, add(load(slot.radius, b), away_))
-            reach = capped(mul(mul(load(line.factor, b), inverse), grown))
+            reach = capped(mul(mul(load(line.factor, b), inverse), up))
             reach = pick_less(delta, limit, reach, hopeless)
             store(line.cost, b, mul(cost, coded))
             store(line.move, b, mul(shift, coded))
             store(line.energy, b, mul(mul(mul(reach, reach), load(line.square, b)), coded))
-            held = mul(share, down)
-            fix, act, out = fma(cost, sub(one, coded), fix), fma(cost, keep, act), fma(cost, drop, out)
-            fit, hold, gone = add(fit, held), fma(held, keep, hold), add(gone, loss)
-            shift_in, shift_out = fma(shift, keep, shift_in), fma(shift, drop, shift_out)
-            widest = larger(delta, widest)
-        fixed, active, skipped = fixed + total(fix), active + total(act), skipped + total(out)
-        low, kept, flushed = low + total(fit), kept + total(hold), flushed + total(gone)
-        moved, lifted = moved + total(shift_in), lifted + total(shift_out)
-    return KeySums(
-        fixed, active, skipped, low / MARGIN, kept, moved, lifted, flushed, np.float64(highest(widest))
-    )
+            fix, fit = fma(cost, sub(one, coded), fix), fma(share, down, fit)
+            shifted, gone, widest = add(shifted, shift), add(gone, loss), larger(delta, widest)
+        fixed, low = fixed + total(fix), low + total(fit)
+        moved, flushed = moved + total(shifted), flushed + total(gone)
+    return KeySums(fixed, low / MARGIN, moved, flushed, np.float64(highest(widest)))
 
 
 @plain
-def skip_terms(line: Line, slot: Slot, width: int, away: float) -> None:
-    """Write share * exp(delta) * (rv + h), what each block costs when its values are not read."""
-    away_, one, zero = splat(np.float32(away)), splat(np.float32(1)), splat(np.float32(0))
-    limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(HOPELESS))
+def skip_terms(line: Line, slot: Slot, width: int, weight: float) -> None:
+    """Write share * rv and S2 of blocks whose values are not read; `move` is empty."""
+    inverse, one, zero = splat(np.float32(1 / weight)), splat(np.float32(1)), splat(np.float32(0))
     for b in range(0, width, LANES):
-        delta = load(line.delta, b)
-        up, _ = growth(delta)
-        weight = capped(mul(load(line.share, b), add(up, one)))
-        weight = pick_less(delta, limit, weight, hopeless)
-        store(line.cost, b, mul(weight, add(load(slot.radius, b), away_)))
+        skipped, relative = sub(one, load(line.keep, b)), mul(load(line.factor, b), inverse)
+        store(line.cost, b, mul(mul(load(line.share, b), load(slot.radius, b)), skipped))
+        store(line.energy, b, mul(mul(mul(relative, relative), load(line.square, b)), skipped))
         store(line.move, b, zero)
-        store(line.energy, b, zero)
-
-
-@plain
-def only_kept(line: Line, width: int) -> None:
-    """Take skipped blocks out of the contributions."""
-    for b in range(0, width, LANES):
-        keep = load(line.keep, b)
-        store(line.cost, b, mul(load(line.cost, b), keep))
-        store(line.move, b, mul(load(line.move, b), keep))
-        store(line.energy, b, mul(load(line.energy, b), keep))
 
 
 @plain
@@ -324,24 +304,17 @@ def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, to
     return error * MARGIN
 
 
-class Joint(NamedTuple):
-    """Bound on the key and skipping error of one head."""
-
-    key: float
-    dropped: float
-
-
 @plain
 def variation_around(line: Line, width: int, weight: float, sums: KeySums) -> float:
     """Bound the total variation of a head that reads one token almost alone.
 
     Let w be the used weight of the heaviest token. If its exact weight is not larger, the others gain no more
-    than sum w' (exp(delta) / Z_lo - 1) over them and over what is skipped; if it is larger, they lose no more
+    than sum w' (exp(delta) / Z_lo - 1) over them; if it is larger, they lose no more
     than 1 - w. However wrong the scores are, a head with w near 1 is known well.
     """
     first, top = -1, -np.inf
     for b in range(width):
-        if line.keep[b] > 0 and line.mass[b] > 0 and np.float64(line.peak[b]) > top:
+        if line.mass[b] > 0 and np.float64(line.peak[b]) > top:
             first, top = b, np.float64(line.peak[b])
     if first < 0:
         return 1.0
@@ -350,11 +323,11 @@ def variation_around(line: Line, width: int, weight: float, sums: KeySums) -> fl
     up, _ = growth(splat(line.delta[first]))
     others = max(0.0, sums.moved * (1 + 2.0**-16) - alone * np.float64(highest(up)))
     low, rest = min(1.0, sums.low), 1 - alone
-    return max((others + sums.lifted + rest * (1 - low)) / low, rest)
+    return max((others + rest * (1 - low)) / low, rest)
 
 
 @plain
-def joint_bound(
+def key_bound(
     line: Line,
     width: int,
     weight: float,
@@ -363,22 +336,16 @@ def joint_bound(
     spectrum: float,
     away: float,
     radius: float,
-) -> Joint:
-    """Return the joint certificate of theory section 10, attributed to keys and skipped values.
+) -> float:
+    """Return the bound on the key error, of theory section 5 with all blocks in A.
 
     The last members of the minimum, 2 * radius * TV, are finite whatever the score errors.
     """
     variation = min(sums.moved, np.tanh(sums.widest / 2)) + sums.flushed / sums.low
-    if sums.lifted > 0:
-        variation += sums.lifted / (sums.lifted + sums.kept)
-    known = sums.widest < WIDEST and sums.moved + sums.lifted < HOPELESS / 10 and sums.low > 0
+    known = sums.widest < WIDEST and sums.moved < HOPELESS / 10 and sums.low > 0
     if known:
         variation = min(1.0, variation, variation_around(line, width, weight, sums)) * MARGIN
     variation = min(1.0, variation) if known and variation >= 0 else 1.0
     bound = 2 * radius * variation * MARGIN
     split = (best_split(table, spectrum, away) + sums.fixed * MARGIN) / sums.low
-    if known and split < bound:
-        bound = split
-    whole = sums.active + sums.skipped
-    dropped = bound * min(1.0, sums.skipped / whole) if whole > 0 and sums.skipped > 0 else 0.0
-    return Joint(bound - dropped, dropped)
+    return split if known and split < bound else bound

@@ -171,18 +171,18 @@ def hash_words(typing: Any, data: Any, at: Any, count: Any, seed: Any) -> Any:
 def dots_kernel(team: int) -> Any:
     """Return the kernel of scores: TILE tokens times `team` queries, exact in int32.
 
-    dots(codes, at, stride, ahead, query, first, pairs, to, row): codes at byte `at`, `stride` bytes a channel
-    pair, those needed next `ahead` bytes further on; int16 query pairs in `query` from word `first`, one head
-    after the other; sums to `query[to + head * row + token]`.
+    dots(codes, at, stride, ahead, query, first, pairs, sums, to, row): codes at byte `at`, `stride` bytes a
+    channel pair, those needed next `ahead` bytes further on; int16 query pairs in `query` from word `first`,
+    one head after the other; integers to where `sums[to + head * row + token]` is, a number as long.
     """
 
     def dots(
         typing: Any, codes: Any, at: Any, stride: Any, ahead: Any, query: Any, first: Any, pairs: Any,
-        to: Any, row: Any,
+        sums: Any, to: Any, row: Any,
     ) -> Any:  # fmt: skip
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            codes, at, stride, ahead, query, first, pairs, to, row = values
+            codes, at, stride, ahead, query, first, pairs, sums, to, row = values
             vectors, unroll = TILE // LANES, 2 if WIDE else 1
             cells = _accumulators(builder, team * vectors * unroll)
             shorts = ir.VectorType(_i16, 2 * LANES)
@@ -211,10 +211,10 @@ def dots_kernel(team: int) -> Any:
                     parts = [builder.load(cells[(u * team + h) * vectors + v]) for u in range(unroll)]
                     result = parts[0] if unroll == 1 else builder.add(*parts)
                     index = builder.add(builder.add(to, builder.mul(row, _i64(h))), _i64(v * LANES))
-                    builder.store(result, address(builder, query, index, INTS), align=1)
+                    builder.store(result, address(builder, sums, index, INTS), align=1)
             return context.get_dummy_value()
 
-        return types.void(codes, i64, i64, i64, query, i64, i64, i64, i64), code
+        return types.void(codes, i64, i64, i64, query, i64, i64, sums, i64, i64), code
 
     return intrinsic(dots)
 

@@ -9,17 +9,17 @@ from rcq_cli.kernels._cpu_bounds import (
     best_split,
     blocks_to_drop,
     count_ones,
-    joint_bound,
-    kept_weight,
+    key_bound,
     key_terms,
     largest_of,
     normalise,
-    only_kept,
     rounding_bound,
     rows_of,
     skip_terms,
+    skipped_weight,
     spread,
     value_terms,
+    whole_weight,
 )
 from rcq_cli.kernels._cpu_gather import add_block, clear, flush
 from rcq_cli.kernels._cpu_promote import ask_for, exact_delta, explore, promote_keys
@@ -215,17 +215,28 @@ def choose_values(
 
 
 @plain
-def skip_blocks(line: Line, slot: Slot, blocks: int, allowance: float) -> float:
-    """Skip the values of blocks that together cost at most `allowance`; return what they cost."""
-    costs, cut = slot.table, BUCKETS
-    for j in range(BUCKETS - 1, -1, -1):
-        if not costs[BUCKETS] - costs[j] <= allowance:
-            break
-        cut = j
-    for b in range(blocks):
-        if slot.bucket[b] >= cut and line.key_coded[b] > 0 and line.value_coded[b] > 0:
-            line.keep[b] = np.float32(0)
-    return costs[BUCKETS] - costs[cut]
+def skip_blocks(
+    turn: Turn, line: Line, slot: Slot, width: int, weight: float, spectrum: float, allowance: float
+) -> float:
+    """Let c0 stand for the values of blocks as long as that costs at most `allowance`.
+
+    Returns what it is planned to cost.
+    """
+    for b in range(turn.blocks):
+        line.keep[b] = np.float32(1) - line.value_coded[b]
+    skip_terms(line, slot, width, weight)
+    spread(line, width, slot.bucket, slot.table)
+    cost = best_split(slot.table, spectrum, 0.0)
+    if cost <= allowance:
+        return cost
+    cut, spare = blocks_to_drop(slot.table, spectrum, 0.0, allowance), 1.0
+    for b in range(turn.blocks):
+        if line.keep[b] > 0 or not line.cost[b] > 0:
+            continue
+        leads, spare = leading(cut, slot.bucket[b], spare)
+        if leads:
+            line.keep[b] = np.float32(1)
+    return allowance
 
 
 @plain
@@ -236,7 +247,7 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     """
     row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan, spectrum = ahead(tiers.plans, row * PLANS), lambda_of(shape, tiers.value_parts, h)
-    weight, away = kept_weight(line, width), plan[PLAN_AWAY]
+    weight, away = whole_weight(line, width), plan[PLAN_AWAY]
     if promoted:  # by any row: this one reads the originals too
         value_terms(line, slot, width, weight, 0.0)
         spread(line, width, slot.bucket, slot.table)
@@ -244,11 +255,8 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     left = plan[PLAN_LEFT] - plan[PLAN_VALUE]
     if turn.skip:
         allowance = max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART
-        skip_terms(line, slot, width, away)
-        spread(line, width, slot.bucket, slot.table)
-        left -= skip_blocks(line, slot, turn.blocks, allowance)
+        left -= skip_blocks(turn, line, slot, width, weight, spectrum, allowance)
     sums = key_terms(line, slot, width, weight, away, shape.block)
-    only_kept(line, width)
     spread(line, width, slot.bucket, slot.table)
     # where values or rounding leave nothing, promoting every key would not help: the next round knows the
     # output, and a head that reads one token is certified by it
@@ -272,7 +280,7 @@ def want_key(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int)
     for r in range(shape.group):
         row, line = h * shape.rows + r, line_of(turn, slot, r)
         if tiers.todo[row]:
-            line.key_coded[b], line.keep[b] = np.float32(0), np.float32(1)
+            line.key_coded[b] = np.float32(0)
             line.delta[b] = exact_delta(tiers, slot, row, b)
 
 
@@ -384,25 +392,22 @@ def judge(
     rounding = rounding_bound(shape, value_sums, plan[PLAN_NORM], weight, tokens) + stored.error
     spread(line, width, slot.bucket, table)
     value = best_split(table, lambda_of(shape, tiers.residual_parts, h), 0.0)
-    away = (plan[PLAN_AWAY] + value + rounding) * MARGIN
+    spectrum, skipped = lambda_of(shape, tiers.value_parts, h), 0.0
+    if turn.skip:
+        skip_terms(line, slot, width, weight)
+        spread(line, width, slot.bucket, table)
+        skipped = best_split(table, spectrum, 0.0)
+    away = (plan[PLAN_AWAY] + value + skipped + rounding) * MARGIN
     sums = key_terms(line, slot, width, weight, away, shape.block)
     spread(line, width, slot.bucket, table)
-    joint = joint_bound(
-        line,
-        width,
-        weight,
-        sums,
-        table,
-        lambda_of(shape, tiers.value_parts, h),
-        away,
-        largest_of(slot.radius, width),
-    )
+    radius = largest_of(slot.radius, width)
+    key = key_bound(line, width, weight, sums, table, spectrum, away, radius)
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)
     plan[PLAN_NORM] = stored.norm
-    fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = joint.key, joint.dropped
+    fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = key, skipped
     fields[VALUE_BOUND * heads + column], fields[ROUNDING_BOUND * heads + column] = value, rounding
     fields[LIMIT * heads + column] = limit
-    return joint.key + joint.dropped + value + rounding <= limit
+    return key + skipped + value + rounding <= limit
 
 
 @plain
@@ -447,8 +452,10 @@ def finish(
         for part in range(1, turn.ranges):
             for c in range(dim):
                 mine[c] += mine[part * (shape.rows * dim + APART) + c]
-        weight = kept_weight(line_of(turn, slot, r), used_width(turn.blocks))
-        settle(tiers, row, dim, weight, 0.0, ahead(tiers.centre, h * dim), mine)
+        line, width = line_of(turn, slot, r), used_width(turn.blocks)
+        weight = whole_weight(line, width)
+        missing = skipped_weight(line, width) / weight
+        settle(tiers, row, dim, weight, missing, ahead(tiers.centre, h * dim), mine)
         done = judge(shape, turn, limits, tiers, slot, h, r, weight) and not tiers.failed[row]
         tiers.fields[column] = not done
         if done or wants_too_much(turn, slot, r) or not tiers.plans[row * PLANS + PLAN_NORM] < np.inf:

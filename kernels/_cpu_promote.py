@@ -5,15 +5,17 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import WIDEST
-from rcq_cli.kernels._cpu_integer import TEAM, hash_words
+from rcq_cli.kernels._cpu_integer import hash_words
 from rcq_cli.kernels._cpu_score import (
     EXP_SLACK,
     LOW,
-    code_scores,
+    as_scores,
     coded_delta,
     exact_scores,
+    fold_queries,
     item_bytes,
-    read_scales,
+    meta_of,
+    multiply,
     weigh,
 )
 from rcq_cli.kernels._cpu_state import Item, Limits, Shape, Slot, Store, Turn, line_of
@@ -96,19 +98,19 @@ def compare_scores(
         return
     if tiers.raw[h * turn.raw_pitch + b]:
         return
-    read_scales(shape, tiers.keys, at, item.floats)
     radius, reach = np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
-    for first in range(low // TEAM * TEAM, high, TEAM):
-        code_scores(shape, tiers, at, item, h * shape.rows + first, pads, first * padded)
-        for r in range(max(low, first), min(high, first + TEAM, shape.group)):
-            row = h * shape.rows + r
-            if tiers.failed[row]:
-                continue
-            delta = coded_delta(shape, tiers, item.floats, r - first, row, radius, reach)
-            allowed = delta + tiers.slack[2 * row + 1] * reach
-            for t in range(r * padded, r * padded + block):
-                if not abs(np.float64(pads[t]) - np.float64(pads[exact + t])) <= allowed:
-                    tiers.faults[2 * h], tiers.faults[2 * h + 1] = 1, b
+    fold_queries(shape, tiers, at, item, h, 0, low, high)
+    multiply(shape, tiers, at, item, 0, low, high, pads, 0)
+    for r in range(low, min(high, shape.group)):
+        row = h * shape.rows + r
+        if tiers.failed[row]:
+            continue
+        as_scores(shape, item, 0, r, pads, r * padded)
+        delta = coded_delta(shape, tiers, item.floats, meta_of(shape, 0, r), row, radius, reach)
+        allowed = delta + tiers.slack[2 * row + 1] * reach
+        for t in range(r * padded, r * padded + block):
+            if not abs(np.float64(pads[t]) - np.float64(pads[exact + t])) <= allowed:
+                tiers.faults[2 * h], tiers.faults[2 * h + 1] = 1, b
 
 
 @plain
@@ -177,7 +179,7 @@ def promote_keys(
             store(weights, to + t, load(pads, at + t))
         weigh(weights, to, block, padded, line.peak, line.mass, line.square, b)
         line.delta[b] = exact_delta(tiers, slot, row, b)
-        line.keep[b], line.key_coded[b] = np.float32(1), np.float32(0)
+        line.key_coded[b] = np.float32(0)
 
 
 @plain

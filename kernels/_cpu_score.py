@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_integer import TEAM, TILE, dots_kernel, fold_kernel
-from rcq_cli.kernels._cpu_state import Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_state import STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     FLUSH,
     LANES,
     add,
+    ahead,
     exponential,
     fma,
     half,
@@ -107,56 +108,74 @@ def read_scales(shape: Shape, keys: Any, at: int, floats: Any) -> None:
     widen(keys, at + shape.padded * shape.dim, 2 if shape.narrow_keys else 0, 2 * shape.dim, floats, 0)
 
 
-def _coded_scores(team: int) -> Any:
-    fold, dots = fold_kernel(team), dots_kernel(team)
-
-    @plain
-    def coded(
-        shape: Shape, keys: Any, at: int, query: Any, first: int, floats: Any, ints: Any, scores: Any, to: int
-    ) -> None:
-        """Score a block for `team` queries from `query[first]`: `scores[to + head * P + token]`.
-
-        The query is folded into the key scales and rounded to 16 bits per head and block, so the dot products
-        are exact integers. Leaves step, sum |q s| and q . z per head in `floats[4 * D:]`.
-        """
-        dim, padded, meta, pairs = shape.dim, shape.padded, 4 * shape.dim, shape.dim // 2
-        fold(floats, dim, query, first, np.float32(shape.fold_steps), ints, meta)
-        out = team * pairs
-        for t in range(0, padded, TILE):
-            dots(keys, at + 2 * t, 2 * padded, shape.key_bytes, ints, 0, pairs, out + t, padded)
-        for i in range(team):
-            step, shift = splat(floats[meta + 4 * i]), splat(floats[meta + 4 * i + 2])
-            for t in range(i * padded, (i + 1) * padded, LANES):
-                store(scores, to + t, fma(load_int(ints, out + t), step, shift))
-
-    return coded
-
-
-_coded1, _coded2, _coded4 = (_coded_scores(team) for team in (1, 2, TEAM))
+_fold1, _fold2, _fold4 = (fold_kernel(team) for team in (1, 2, TEAM))
+_dots1, _dots2, _dots4 = (dots_kernel(team) for team in (1, 2, TEAM))
 
 
 @plain
-def code_scores(shape: Shape, tiers: Store, at: int, item: Item, row: int, scores: Any, to: int) -> None:
-    """Score the block at byte `at` for the team of rows that starts with `row` (of all KV heads)."""
-    keys, query, first, floats, ints = tiers.keys, tiers.query, row * shape.dim, item.floats, item.ints
-    if shape.rows == 1:
-        _coded1(shape, keys, at, query, first, floats, ints, scores, to)
-    elif shape.rows == 2:
-        _coded2(shape, keys, at, query, first, floats, ints, scores, to)
-    else:
-        _coded4(shape, keys, at, query, first, floats, ints, scores, to)
+def meta_of(shape: Shape, place: int, r: int) -> int:
+    """Return where step, sum |q s| and q . z of row `r` and block `place` of a strip stand in `floats`."""
+    return 4 * (shape.dim + place * shape.rows + r)
+
+
+@plain
+def fold_queries(
+    shape: Shape, tiers: Store, at: int, item: Item, h: int, place: int, low: int, high: int
+) -> None:
+    """Fold the teams of rows `low` to `high` into the scales of the key record at byte `at`.
+
+    Rounded to 16 bits per head and block, so that the dot products are exact integers. Block `place` of a
+    strip has its integers at `ints[place * rows * D / 2:]`.
+    """
+    dim, floats, steps = shape.dim, item.floats, np.float32(shape.fold_steps)
+    read_scales(shape, tiers.keys, at, floats)
+    for r in range(low // TEAM * TEAM, high, TEAM):
+        meta, query = meta_of(shape, place, r), (h * shape.rows + r) * dim
+        ints = ahead(item.ints, (place * shape.rows + r) * (dim // 2))
+        if shape.rows == 1:
+            _fold1(floats, dim, tiers.query, query, steps, ints, meta)
+        elif shape.rows == 2:
+            _fold2(floats, dim, tiers.query, query, steps, ints, meta)
+        else:
+            _fold4(floats, dim, tiers.query, query, steps, ints, meta)
+
+
+@plain
+def multiply(
+    shape: Shape, tiers: Store, at: int, item: Item, place: int, low: int, high: int, scores: Any, to: int
+) -> None:
+    """Multiply the codes at byte `at` by what `fold_queries` left: integers in `scores[to + row * P:]`."""
+    padded, pairs, stride, record = shape.padded, shape.dim // 2, 2 * shape.padded, shape.key_bytes
+    for r in range(low // TEAM * TEAM, high, TEAM):
+        first, out = (place * shape.rows + r) * pairs, to + r * padded
+        for t in range(0, padded, TILE):
+            codes, sums = at + 2 * t, out + t
+            if shape.rows == 1:
+                _dots1(tiers.keys, codes, stride, record, item.ints, first, pairs, scores, sums, padded)
+            elif shape.rows == 2:
+                _dots2(tiers.keys, codes, stride, record, item.ints, first, pairs, scores, sums, padded)
+            else:
+                _dots4(tiers.keys, codes, stride, record, item.ints, first, pairs, scores, sums, padded)
+
+
+@plain
+def as_scores(shape: Shape, item: Item, place: int, r: int, scores: Any, to: int) -> None:
+    """Turn the integers of row `r` at `scores[to:]` into scores."""
+    meta = meta_of(shape, place, r)
+    step, shift = splat(item.floats[meta]), splat(item.floats[meta + 2])
+    for t in range(to, to + shape.padded, LANES):
+        store(scores, t, fma(load_int(scores, t), step, shift))
 
 
 @plain
 def coded_delta(
-    shape: Shape, tiers: Store, floats: Any, i: int, row: int, radius: float, reach: float
+    shape: Shape, tiers: Store, floats: Any, meta: int, row: int, radius: float, reach: float
 ) -> float:
-    """Bound the score error of a block that `code_scores` just scored as member `i` of its team.
+    """Bound the score error of a block whose folding left its sums at `floats[meta:]`.
 
     min(D0, D3) of theory section 2, the 16-bit rounding of the folded query (half a step times |code| <= 128
     per channel), rounding slack; infinite where float32 might have overflowed.
     """
-    meta = 4 * shape.dim + 4 * i
     step, absolute = np.float64(floats[meta]), np.float64(floats[meta + 1])
     worst = 128.0 * shape.dim * shape.fold_steps * step + abs(np.float64(floats[meta + 2]))
     if not (worst < 1e37 and absolute < 1e37):
@@ -189,25 +208,32 @@ def weigh(
 
 
 @plain
-def score_block(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int) -> None:
-    """Score block `b` from its codes for all rows and bound the errors."""
-    at, padded = h * turn.key_pitch + b * shape.key_bytes, shape.padded
-    read_notes(turn, tiers, slot, h, b)
-    # the next record; the codes of it follow from the kernel of scores
-    for i in range(padded * shape.dim, shape.key_bytes, 64):
-        prefetch(tiers.keys, at + shape.key_bytes + i)
-    read_scales(shape, tiers.keys, at, item.floats)
-    for first in range(0, shape.rows, TEAM):
-        to = (b * shape.rows + first) * padded
-        code_scores(shape, tiers, at, item, h * shape.rows + first, slot.weights, to)
-        for i in range(min(TEAM, shape.group - first)):
-            row, line = h * shape.rows + first + i, line_of(turn, slot, first + i)
-            delta = coded_delta(
-                shape, tiers, item.floats, i, row, np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
-            )
+def score_strip(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, first: int, last: int
+) -> None:
+    """Score blocks `first` to `last`, at most STRIP, from their codes for all rows and bound the errors.
+
+    Stage by stage: every stage ends in a chain of dependent instructions, which the next block covers.
+    """
+    padded, record, codes = shape.padded, shape.key_bytes, shape.padded * shape.dim
+    keys, area = h * turn.key_pitch, shape.rows * shape.padded
+    for b in range(first, last):
+        at = keys + b * record
+        read_notes(turn, tiers, slot, h, b)
+        for i in range(at + codes, at + record, 64):  # the codes of a block follow from `multiply`
+            prefetch(tiers.keys, i + STRIP * record)
+        fold_queries(shape, tiers, at, item, h, b - first, 0, shape.rows)
+    for b in range(first, last):
+        multiply(shape, tiers, keys + b * record, item, b - first, 0, shape.rows, slot.weights, b * area)
+    for b in range(first, last):
+        radius, reach = np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
+        for r in range(shape.group):
+            row, line, to = h * shape.rows + r, line_of(turn, slot, r), b * area + r * padded
+            delta = coded_delta(shape, tiers, item.floats, meta_of(shape, b - first, r), row, radius, reach)
             # float32 rounding of the bound itself
             line.delta[b] = line.coded_delta[b] = np.float32(delta * (1 + 2.0**-23))
-            weigh(slot.weights, to + i * padded, shape.block, padded, line.peak, line.mass, line.square, b)
+            as_scores(shape, item, b - first, r, slot.weights, to)
+            weigh(slot.weights, to, shape.block, padded, line.peak, line.mass, line.square, b)
             if not (delta < 1e30 and abs(line.peak[b]) < 1e37) and not tiers.raw[h * turn.raw_pitch + b]:
                 tiers.failed[row] = 1
 
@@ -326,7 +352,8 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
 @plain
 def score_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, part: int) -> None:
     """Score the blocks of one range, and the tail with the last one."""
-    for b in range(turn.blocks * part // turn.ranges, turn.blocks * (part + 1) // turn.ranges):
-        score_block(shape, turn, tiers, item, slot, h, b)
+    end = turn.blocks * (part + 1) // turn.ranges
+    for b in range(turn.blocks * part // turn.ranges, end, STRIP):
+        score_strip(shape, turn, tiers, item, slot, h, b, min(b + STRIP, end))
     if part == turn.ranges - 1:
         score_tail(shape, turn, tiers, item, slot, h)

@@ -169,7 +169,7 @@ class Item(NamedTuple):
     """Scratch of one piece of work."""
 
     floats: Any
-    """Metadata and folded query of a block, or its value scales."""
+    """Metadata of a block of keys and of its folded queries, or its value scales."""
     ints: Any
     """Query or weight pairs, and the integer sums."""
     pads: Any
@@ -200,7 +200,7 @@ class Line(NamedTuple):
     factor: Any
     """exp(peak - highest peak)"""
     share: Any
-    """mass * factor over the total of the kept blocks."""
+    """mass * factor over the total."""
     cost: Any
     """A contribution to a bound, here and in the next two: triangle form,"""
     move: Any
@@ -208,7 +208,7 @@ class Line(NamedTuple):
     energy: Any
     """squared for the spectral form."""
     keep: Any
-    """1.0, or 0.0 where values are skipped."""
+    """1.0, or 0.0 where c0 stands for the values, which are not read."""
     key_coded: Any
     """1.0, or 0.0 where scores are exact."""
     value_coded: Any
@@ -226,6 +226,8 @@ KEY_WANTED, VALUE_WANTED = 1, 2
 ) = range(13)  # fmt: skip
 APART = 64
 """Numbers between what two threads write: never one cache line, nor the pair fetched with it."""
+STRIP = 4
+"""Blocks whose scores are formed side by side."""
 BUCKETS = 128
 """Classes of a contribution, eight an octave; the last holds everything smaller."""
 TABLE = BUCKETS + 16

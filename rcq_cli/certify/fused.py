@@ -220,8 +220,8 @@ class Scratch:
         # an odd number of cache lines: rows that are written together must not share their sets
         width = state.used_width.py_func(blocks) + 16
         width += 16 if width // 16 % 2 == 0 else 0
-        floats = max(4 * dim + 4 * team, (team + dim) * padded) + 64
-        ints = max(team * (dim // 2 + padded), groups * team * padded // 2 + team * dim) + 64
+        floats = max(4 * (dim + state.STRIP * rows), (team + dim) * padded) + 64
+        ints = max(state.STRIP * rows * dim // 2, groups * team * padded // 2 + team * dim) + 64
         gather = rows * (dim + groups * lanes + lanes) + state.APART
         weights = (blocks + 1) * rows * padded + 64
         self.room = np.array((width, weights, floats, ints, gather))
