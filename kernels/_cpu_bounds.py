@@ -37,6 +37,8 @@ WEIGHT_STEPS = 32000.0
 """Steps of a 16-bit value weight, relative to the largest value scale of its block."""
 RUN = 16
 """Coded blocks that share one float32 accumulator before it is added in float64."""
+EXACT_RUN = 4
+"""Coded blocks that a block of originals counts for."""
 WIDEST = 60.0
 """Score errors beyond this give the trivial bound only; such blocks are promoted first, never skipped."""
 HOPELESS = 1e6
@@ -295,7 +297,8 @@ def blocks_to_drop(table: Any, spectrum: float, away: float, target: float) -> C
 @plain
 def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, tokens: int) -> float:
     """Bound the rounding of the value pass and of the division (theory 7.1), the stored output left out."""
-    chain = (RUN * (shape.padded // 8 + 1) + shape.block + 40) * ROUNDOFF
+    exact = (RUN + EXACT_RUN) // EXACT_RUN * shape.block
+    chain = (RUN * (shape.padded // 8 + 1) + exact + 40) * ROUNDOFF
     relative, root = chain / (1 - chain), np.sqrt(np.float64(shape.dim))
     error = relative * sums.summands + (relative + 8 * ROUNDOFF) * norm
     error += 0.51 * 15 * shape.block * root / WEIGHT_STEPS * sums.charges

@@ -4,92 +4,78 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.kernels._cpu_bounds import RUN, WEIGHT_STEPS
-from rcq_cli.kernels._cpu_integer import TEAM, TILE, mix_kernel
+from rcq_cli.kernels._cpu_bounds import EXACT_RUN, RUN, WEIGHT_STEPS
+from rcq_cli.kernels._cpu_integer import TEAM, TILE
 from rcq_cli.kernels._cpu_promote import ask_for, sound
 from rcq_cli.kernels._cpu_score import READERS, item_bytes
 from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_values import mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
+    add_to_doubles,
     fma,
     load,
-    load_byte,
     load_half,
-    load_int,
     mul,
     plain,
     prefetch,
     splat,
     store,
     store_pairs,
-    sub,
     total,
 )
 
 
 def _coded_values(team: int) -> Any:
-    mix = mix_kernel(team)
+    scale, mix = scale_kernel(team), mix_kernel(team)
 
     @plain
-    def gather(shape: Shape, values: Any, at: int, step: float, weights: Any, item: Item) -> None:
+    def one_level(shape: Shape, values: Any, meta: int, unit: float, weights: Any, item: Item) -> None:
+        """Do for float16 steps and offsets what `scale_kernel` does for two levels."""
+        padded, groups, pairs = shape.padded, shape.groups, shape.padded // 2
+        ints, gathered, marks = item.ints, item.gathered, groups * padded
+        for g in range(groups):
+            for p in range(0, pairs, LANES):
+                here = meta + 2 * (g * padded + p)
+                step0 = mul(load_half(values, here), splat(unit))
+                step1 = mul(load_half(values, here + 2 * pairs), splat(unit))
+                low0 = load_half(values, here + 2 * marks)
+                low1 = load_half(values, here + 2 * (marks + pairs))
+                for i in range(team):
+                    first = load(weights, item.to[i] + p)
+                    second = load(weights, item.to[i] + pairs + p)
+                    store_pairs(ints, (g * team + i) * pairs + p, mul(first, step0), mul(second, step1))
+                    place, factor = item.offsets[i] + g * LANES, splat(item.factors[i])
+                    offsets = fma(first, low0, mul(second, low1))
+                    store(gathered, place, fma(offsets, factor, load(gathered, place)))
+
+    @plain
+    def gather(shape: Shape, values: Any, at: int, step: float, after: int, weights: Any, item: Item) -> None:
         """Add factor * sum_t weight * value of the coded block at byte `at` for `team` rows.
 
         A value is code * s + z; the codes are multiplied in integers by weights times s, the offsets in
-        float32.
+        float32. The block that is needed next is `after` bytes on.
         """
         padded, dim, groups, pairs = shape.padded, shape.dim, shape.groups, shape.padded // 2
-        floats, ints, gathered, rows, to = item.floats, item.ints, item.gathered, item.rows, item.to
-        meta, marks, lows = at + padded * dim // 2, groups * padded, shape.rows * (dim + groups * LANES)
+        meta, chunk = at + padded * dim // 2, dim // groups
         unit = np.float32(1 if step == 0 else WEIGHT_STEPS / step)
-        back = np.float32(1)
+        for i in range(team):
+            item.scales[i] = item.factors[i] * np.float32(step / WEIGHT_STEPS)
         if shape.two_level:
-            unit, back = unit / np.float32(15), np.float32(15) / unit
-        # scaled weights: times the token's step, so that an integer weight is one product per group
-        for t in range(0, padded, LANES):
-            wide = splat(np.float32(1))
-            if shape.two_level:
-                low, wide = load_half(values, meta + 2 * t), load_half(values, meta + 2 * (padded + t))
-                for i in range(team):
-                    place, p = lows + rows[i] * LANES, mul(load(weights, to[i] + t), splat(item.factors[i]))
-                    store(gathered, place, fma(p, low, load(gathered, place)))
-                wide = mul(wide, splat(unit))
-            for i in range(team):
-                store(floats, i * padded + t, mul(load(weights, to[i] + t), wide))
-        for i in range(team):
-            floats[team * padded + i] = item.factors[i] * back
+            unit /= np.float32(15)
+            scale(
+                values, meta, padded, groups, weights, item.to, item.factors, unit, np.float32(1) / unit,
+                item.floats, item.ints, item.gathered, item.lows, item.offsets,
+            )  # fmt: skip
+        else:
+            one_level(shape, values, meta, unit, weights, item)
         for g in range(groups):
-            for p in range(0, pairs, LANES):
-                t = g * padded + p
-                if shape.two_level:
-                    here = meta + 4 * padded + t
-                    low0, low1 = load_byte(values, here), load_byte(values, here + pairs)
-                    step0 = sub(load_byte(values, here + marks), low0)
-                    step1 = sub(load_byte(values, here + marks + pairs), low1)
-                else:
-                    here = meta + 2 * t
-                    step0 = mul(load_half(values, here), splat(unit))
-                    step1 = mul(load_half(values, here + 2 * pairs), splat(unit))
-                    low0 = load_half(values, here + 2 * marks)
-                    low1 = load_half(values, here + 2 * (marks + pairs))
-                for i in range(team):
-                    first, second = load(floats, i * padded + p), load(floats, i * padded + pairs + p)
-                    store_pairs(ints, (g * team + i) * pairs + p, mul(first, step0), mul(second, step1))
-                    place = shape.rows * dim + (rows[i] * groups + g) * LANES
-                    offsets = fma(first, low0, mul(second, low1))
-                    scale = splat(floats[team * padded + i])
-                    store(gathered, place, fma(offsets, scale, load(gathered, place)))
-        sums, chunk = groups * team * pairs + 16, dim // groups
-        for c in range(0, dim, TILE):
-            first = c // chunk * team * pairs
-            mix(
-                values, at + 4 * c, 4 * dim, shape.value_bytes, padded // 8, ints, first, pairs, sums + c, dim
-            )
-        for i in range(team):
-            scale = splat(item.factors[i] * np.float32(step / WEIGHT_STEPS))
-            for c in range(0, dim, LANES):
-                place = rows[i] * dim + c
-                store(gathered, place, fma(load_int(ints, sums + i * dim + c), scale, load(gathered, place)))
+            for c in range(g * chunk, (g + 1) * chunk, TILE):
+                mix(
+                    values, at + 4 * c, 4 * dim, after, padded // 8, item.ints, g * team * pairs, pairs,
+                    item.gathered, item.places, c, item.scales,
+                )  # fmt: skip
 
     return gather
 
@@ -99,22 +85,24 @@ _gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
 
 @plain
 def gather_coded(
-    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, count: int
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int, count: int
 ) -> None:
-    """Add coded block `b` for the first `count` rows listed in `item.rows`."""
-    rows = item.rows
-    for i in range(count):
-        item.to[i] = (b * shape.rows + rows[i]) * shape.padded
-        item.factors[i] = line_of(turn, slot, rows[i]).factor[b]
-    for i in range(count, TEAM):  # a spare member adds nothing to a row that is there anyway
-        rows[i], item.to[i], item.factors[i] = rows[0], item.to[0], np.float32(0)
+    """Add coded block `b` for the first `count` rows listed in `item.rows`; block `after` is the next."""
+    wide = shape.groups * LANES
+    for i in range(TEAM):  # a spare member adds nothing to a row that is there anyway
+        r = item.rows[i if i < count else 0]
+        item.to[i], item.places[i] = (b * shape.rows + r) * shape.padded, r * shape.dim
+        item.offsets[i] = shape.rows * shape.dim + r * wide
+        item.lows[i] = shape.rows * (shape.dim + wide) + r * LANES
+        item.factors[i] = line_of(turn, slot, r).factor[b] if i < count else np.float32(0)
     at, step = h * turn.value_pitch + b * shape.value_bytes, np.float64(slot.step[b])
+    further = (after - b) * shape.value_bytes
     if count == 1:
-        _gather1(shape, tiers.values, at, step, slot.weights, item)
+        _gather1(shape, tiers.values, at, step, further, slot.weights, item)
     elif count == 2:
-        _gather2(shape, tiers.values, at, step, slot.weights, item)
+        _gather2(shape, tiers.values, at, step, further, slot.weights, item)
     else:
-        _gather4(shape, tiers.values, at, step, slot.weights, item)
+        _gather4(shape, tiers.values, at, step, further, slot.weights, item)
 
 
 @plain
@@ -193,8 +181,8 @@ def gather_exact(
 @plain
 def clear(shape: Shape, item: Item) -> None:
     """Set the float32 accumulators to 0."""
-    for c in range(shape.rows * (shape.dim + shape.groups * LANES + LANES)):
-        item.gathered[c] = np.float32(0)
+    for c in range(0, shape.rows * (shape.dim + shape.groups * LANES + LANES), LANES):
+        store(item.gathered, c, splat(np.float32(0)))
 
 
 @plain
@@ -206,8 +194,8 @@ def flush(shape: Shape, item: Item) -> None:
         low = np.float64(total(load(gathered, lows + r * LANES)))
         for g in range(groups):
             offset = low + np.float64(total(load(gathered, shape.rows * dim + (r * groups + g) * LANES)))
-            for c in range(r * dim + g * chunk, r * dim + (g + 1) * chunk):
-                item.sums[c] += np.float64(gathered[c]) + offset
+            for c in range(r * dim + g * chunk, r * dim + (g + 1) * chunk, LANES):
+                add_to_doubles(item.sums, c, load(gathered, c), offset)
     clear(shape, item)
 
 
@@ -223,11 +211,11 @@ def bring(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, reads: int) ->
 
 @plain
 def add_block(
-    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, only: int
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int, only: int
 ) -> bool:
     """Add block `b` to the rows that read it (row `only`, or with -1 all still to do).
 
-    Return True if exact.
+    Block `after` is the next one. Return True if exact.
     """
     exact, count = False, 0
     bytes_ = shape.block * shape.dim * item_bytes(shape)
@@ -243,7 +231,7 @@ def add_block(
         if count == 0:
             continue
         if coded > 0:
-            gather_coded(shape, turn, tiers, item, slot, h, b, count)
+            gather_coded(shape, turn, tiers, item, slot, h, b, after, count)
         elif b == turn.blocks:
             gather_exact(shape, turn, tiers.tail, (shape.heads + h) * bytes_, turn.tail, item, slot, b, count)
         else:
@@ -256,20 +244,39 @@ def add_block(
 
 
 @plain
-def value_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, part: int) -> None:
-    """Sum weights times values over one range of blocks, and over the tail with the last one."""
-    first, last = turn.blocks * part // turn.ranges, turn.blocks * (part + 1) // turn.ranges
+def next_read(slot: Slot, b: int, end: int) -> int:
+    """Return the first block from `b` on that any row reads, or `end`."""
+    while b < end and slot.reads[b] == 0:
+        b += 1
+    return b
+
+
+@plain
+def sum_reads(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, first: int, end: int, only: int
+) -> None:
+    """Sum weights times values over the blocks from `first` to `end` that `slot.reads` names.
+
+    Of row `only`, or with -1 of all still to do. What the next one needs is on its way meanwhile.
+    """
     for c in range(shape.rows * shape.dim):
         item.sums[c] = 0.0
     clear(shape, item)
-    run, end = 0, last + (part == turn.ranges - 1)
-    for b in range(first, end):
-        if b + 1 < end:
-            bring(shape, turn, tiers, h, b + 1, np.int64(slot.reads[b + 1]))
-        if slot.reads[b] == 0:
-            continue
-        run += 1
-        if add_block(shape, turn, tiers, item, slot, h, b, -1) or run == RUN:
+    run, b = 0, next_read(slot, first, end)
+    while b < end:
+        after = next_read(slot, b + 1, end)
+        if after < end:
+            bring(shape, turn, tiers, h, after, np.int64(slot.reads[after]))
+        exact = add_block(shape, turn, tiers, item, slot, h, b, after, only)
+        run, b = run + (EXACT_RUN if exact else 1), after
+        if run >= RUN:
             flush(shape, item)
             run = 0
     flush(shape, item)
+
+
+@plain
+def value_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, part: int) -> None:
+    """Sum weights times values over one range of blocks, and over the tail with the last one."""
+    first, last = turn.blocks * part // turn.ranges, turn.blocks * (part + 1) // turn.ranges
+    sum_reads(shape, turn, tiers, item, slot, h, first, last + (part == turn.ranges - 1), -1)

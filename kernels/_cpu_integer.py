@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - Numba fixes the parameters of an intrinsic, used or not
-"""Kernels in vector instructions: folding queries, codes times queries or weights, hashing."""
+"""Kernels in vector instructions: folding queries, codes times queries, hashing."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ from rcq_cli.kernels._cpu_vector import (
 )
 
 TILE = 16
-"""Tokens that the score kernel takes at a time, and channels that the value kernel takes."""
+"""Tokens that the kernel of scores takes at a time, and channels that the kernel of values takes."""
 TEAM = 4
 """Query heads that share one read of the codes."""
 TINY = 1e-30
@@ -40,7 +40,7 @@ _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _f32 = ir.FloatType()
 
 
-def _multiply_pairs(builder: Any, x: Any, y: Any) -> Any:
+def multiply_pairs(builder: Any, x: Any, y: Any) -> Any:
     """Return x0*y0 + x1*y1 per pair of 16-bit numbers, `<LANES x i32>`."""
     shorts = ir.VectorType(_i16, 2 * LANES)
     x, y = builder.bitcast(x, shorts), builder.bitcast(y, shorts)
@@ -55,14 +55,14 @@ def _multiply_pairs(builder: Any, x: Any, y: Any) -> Any:
     return builder.add(*products)
 
 
-def _accumulators(builder: Any, count: int) -> list[Any]:
+def accumulators(builder: Any, count: int) -> list[Any]:
     cells = [cgutils.alloca_once(builder, INTS) for _ in range(count)]
     for cell in cells:
         builder.store(ir.Constant(INTS, None), cell)
     return cells
 
 
-def _accumulate(builder: Any, cell: Any, product: Any) -> None:
+def accumulate(builder: Any, cell: Any, product: Any) -> None:
     builder.store(builder.add(builder.load(cell), product), cell)
 
 
@@ -184,7 +184,7 @@ def dots_kernel(team: int) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             codes, at, stride, ahead, query, first, pairs, sums, to, row = values
             vectors, unroll = TILE // LANES, 2 if WIDE else 1
-            cells = _accumulators(builder, team * vectors * unroll)
+            cells = accumulators(builder, team * vectors * unroll)
             shorts = ir.VectorType(_i16, 2 * LANES)
             with cgutils.for_range(builder, builder.udiv(pairs, _i64(unroll))) as loop:
                 for u in range(unroll):
@@ -205,7 +205,7 @@ def dots_kernel(team: int) -> Any:
                         q = splat_of(builder, builder.load(address(builder, query, index, _i32), align=1))
                         for v in range(vectors):
                             cell = cells[(u * team + h) * vectors + v]
-                            _accumulate(builder, cell, _multiply_pairs(builder, data[v], q))
+                            accumulate(builder, cell, multiply_pairs(builder, data[v], q))
             for h in range(team):
                 for v in range(vectors):
                     parts = [builder.load(cells[(u * team + h) * vectors + v]) for u in range(unroll)]
@@ -217,75 +217,3 @@ def dots_kernel(team: int) -> Any:
         return types.void(codes, i64, i64, i64, query, i64, i64, sums, i64, i64), code
 
     return intrinsic(dots)
-
-
-def nibble_of(builder: Any, words: Any, k: int) -> Any:
-    """Return nibble `k` of every 16-bit half of the words."""
-    if k == 3:  # nothing stands above it
-        shorts = ir.VectorType(_i16, 2 * LANES)
-        top = builder.lshr(builder.bitcast(words, shorts), ir.Constant(shorts, [12] * 2 * LANES))
-        return builder.bitcast(top, INTS)
-    shifted = builder.lshr(words, ir.Constant(INTS, [4 * k] * LANES)) if k else words
-    return builder.and_(shifted, ir.Constant(INTS, [0x000F000F] * LANES))
-
-
-def mix_kernel(team: int) -> Any:
-    """Return the kernel of values: TILE channels of a block times `team` rows of weights, exact in int32.
-
-    mix(words, at, stride, ahead, octets, weights, first, row, to, out_row): words of eight codes at byte
-    `at`, `stride` bytes an octet of tokens, those needed next `ahead` bytes on; weight pairs (tokens p and
-    p + P/2) in `weights` from word `first`, `row` words a head; sums to `weights[to + head * out_row +
-    channel]`.
-    """
-
-    def mix(
-        typing: Any,
-        words: Any,
-        at: Any,
-        stride: Any,
-        ahead: Any,
-        octets: Any,
-        weights: Any,
-        first: Any,
-        row: Any,
-        to: Any,
-        out_row: Any,
-    ) -> Any:
-
-        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            words, at, stride, ahead, octets, weights, first, row, to, out_row = values
-            vectors = TILE // LANES
-            cells = _accumulators(builder, team * vectors)
-            with cgutils.for_range(builder, octets) as loop:
-                base = builder.add(at, builder.mul(loop.index, stride))
-                prefetch_at(builder, address(builder, words, builder.add(base, ahead), _i8))
-                data = []
-                for v in range(vectors):
-                    where = address(
-                        builder,
-                        words,
-                        builder.add(base, _i64(v * 4 * LANES)),
-                        INTS,
-                    )
-                    data.append(builder.load(where, align=1))
-                pair = builder.add(first, builder.mul(loop.index, _i64(4)))
-                for k in range(4):
-                    codes = [nibble_of(builder, x, k) for x in data]
-                    for h in range(team):
-                        index = builder.add(builder.add(pair, _i64(k)), builder.mul(row, _i64(h)))
-                        weight = splat_of(
-                            builder, builder.load(address(builder, weights, index, _i32), align=1)
-                        )
-                        for v in range(vectors):
-                            product = _multiply_pairs(builder, codes[v], weight)
-                            _accumulate(builder, cells[h * vectors + v], product)
-            for h in range(team):
-                for v in range(vectors):
-                    index = builder.add(builder.add(to, builder.mul(out_row, _i64(h))), _i64(v * LANES))
-                    where = address(builder, weights, index, INTS)
-                    builder.store(builder.load(cells[h * vectors + v]), where, align=1)
-            return context.get_dummy_value()
-
-        return types.void(words, i64, i64, i64, i64, weights, i64, i64, i64, i64), code
-
-    return intrinsic(mix)

@@ -21,7 +21,7 @@ from rcq_cli.kernels._cpu_bounds import (
     value_terms,
     whole_weight,
 )
-from rcq_cli.kernels._cpu_gather import add_block, clear, flush
+from rcq_cli.kernels._cpu_gather import sum_reads
 from rcq_cli.kernels._cpu_promote import ask_for, exact_delta, explore, promote_keys
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, item_bytes
 from rcq_cli.kernels._cpu_state import (
@@ -137,17 +137,15 @@ def guess(
     _, _, counts = rows_of(slot.table)
     while cut < BUCKETS and counts[0] - counts[cut + 1] <= GLANCE:
         cut += 1
-    for c in range(shape.rows * dim):
-        item.sums[c] = 0.0
-    clear(shape, item)
     seen, left = 0.0, GLANCE
     for b in range(turn.blocks + 1):
         certain = b == turn.blocks or slot.pins[b] != 0 or slot.bucket[b] < cut
+        slot.reads[b] = 0
         if certain or (slot.bucket[b] == cut and left > 0):
             left -= not certain
-            seen += np.float64(line.share[b]) * np.float64(line.keep[b])
-            add_block(shape, turn, tiers, item, slot, h, b, r)
-    flush(shape, item)
+            seen += np.float64(line.share[b])
+            slot.reads[b] = np.uint8(1) << np.uint8(line.value_coded[b] == 0)
+    sum_reads(shape, turn, tiers, item, slot, h, 0, turn.blocks + 1, r)
     missing = max(0.0, 1 - seen)
     settle(tiers, row, dim, weight, missing, ahead(tiers.centre, h * dim), ahead(item.sums, r * dim))
 

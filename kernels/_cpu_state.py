@@ -181,9 +181,17 @@ class Item(NamedTuple):
     rows: Any
     """int64 `[TEAM]`: rows of a team."""
     to: Any
-    """int64 `[TEAM]`: where their weights start."""
+    """int64 `[TEAM]`: where their weights start,"""
+    places: Any
+    """and their accumulators of sums,"""
+    lows: Any
+    """of low ends of tokens,"""
+    offsets: Any
+    """and of low ends of groups."""
     factors: Any
     """float32 `[TEAM]`"""
+    scales: Any
+    """float32 `[TEAM]`: what an integer sum stands for, times the factor."""
 
 
 class Line(NamedTuple):
@@ -349,7 +357,7 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
 def item_at(shape: Shape, turn: Turn, call: Any, index: int) -> Item:
     """Return item `index` of the scratch."""
     a = ahead(call, _ITEM)
-    picks = ahead(longs_at(a[5]), index * APART)
+    picks, factors = ahead(longs_at(a[5]), index * APART), ahead(floats_at(a[6]), index * APART)
     return Item(
         ahead(floats_at(a[0]), index * turn.float_row),
         ahead(ints_at(a[1]), index * turn.int_row),
@@ -358,7 +366,11 @@ def item_at(shape: Shape, turn: Turn, call: Any, index: int) -> Item:
         ahead(doubles_at(a[4]), index * (shape.rows * shape.dim + APART)),
         picks,
         ahead(picks, 4),
-        ahead(floats_at(a[6]), index * APART),
+        ahead(picks, 8),
+        ahead(picks, 12),
+        ahead(picks, 16),
+        factors,
+        ahead(factors, 4),
     )
 
 

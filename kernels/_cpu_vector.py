@@ -325,6 +325,21 @@ def prefetch(typing: Any, pointer: Any, index: Any) -> Any:
 
 
 @intrinsic
+def add_to_doubles(typing: Any, pointer: Any, index: Any, floats: Any, offset: Any) -> Any:
+    """Add LANES floats, and `offset` to each, to the doubles from `index` on."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer, index, floats, offset = values
+        wide = ir.VectorType(_f64, LANES)
+        where = address(builder, pointer, index, wide)
+        found = builder.fadd(builder.fpext(floats, wide), splat_of(builder, offset))
+        builder.store(builder.fadd(builder.load(where, align=8), found), where, align=8)
+        return context.get_dummy_value()
+
+    return types.void(pointer, i64, FLOATS, types.float64), code
+
+
+@intrinsic
 def least_split(typing: Any, first: Any, second: Any, third: Any, index: Any, inner: Any, outer: Any) -> Any:
     """Return the smallest x + sqrt(inner * y) + outer * z over LANES entries of three rows of doubles.
 

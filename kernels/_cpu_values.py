@@ -1,0 +1,209 @@
+# ruff: noqa: ARG001 - Numba fixes the parameters of an intrinsic, used or not
+"""Kernels in vector instructions for coded values: weights times scales, codes times weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from rcq_cli.kernels._cpu_integer import TILE, accumulate, accumulators, multiply_pairs
+from rcq_cli.kernels._cpu_vector import (
+    FLOAT_LANES,
+    INTS,
+    LANES,
+    address,
+    f32,
+    fma_of,
+    i64,
+    prefetch_at,
+    round_of,
+    splat_of,
+)
+
+_i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_f16, _f32 = ir.HalfType(), ir.FloatType()
+
+
+def _zeros(builder: Any, count: int) -> list[Any]:
+    """Return `count` vectors of floats that are 0."""
+    zero = ir.Constant(FLOAT_LANES, None)
+    return [cgutils.alloca_once_value(builder, zero) for _ in range(count)]
+
+
+def _gain(builder: Any, cell: Any, x: Any, y: Any) -> None:
+    """Add x * y to a vector."""
+    builder.store(fma_of(builder, x, y, builder.load(cell)), cell)
+
+
+def _put(builder: Any, pointer: Any, index: Any, vector: Any) -> None:
+    builder.store(vector, address(builder, pointer, index, vector.type), align=1)
+
+
+def _reader(builder: Any, pointer: Any) -> Callable[[Any, ir.Type], Any]:
+    """Return a function that reads LANES numbers of a type at an index of `pointer`."""
+
+    def read(index: Any, kind: ir.Type) -> Any:
+        return builder.load(address(builder, pointer, index, ir.VectorType(kind, LANES)), align=1)
+
+    return read
+
+
+def _plus(builder: Any, *numbers: Any) -> Any:
+    result = numbers[0]
+    for number in numbers[1:]:
+        result = builder.add(result, number if isinstance(number, ir.Value) else _i64(number))
+    return result
+
+
+def _times(builder: Any, number: Any, factor: int) -> Any:
+    return builder.mul(number, _i64(factor))
+
+
+def _entries(builder: Any, pointer: Any, count: int) -> list[Any]:
+    """Return the first numbers of an array."""
+    return [builder.load(builder.gep(pointer, [_i64(i)])) for i in range(count)]
+
+
+def scale_kernel(team: int) -> Any:
+    """Return the kernel that multiplies weights by the steps of two-level values.
+
+    scale(values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
+    offsets): metadata at byte `meta` (low and width of every token in float16; per group and token the low
+    end, then the high end, in bytes); weights of member i at `weights[to[i]:]`. Writes pairs of weight *
+    width * (high - low) * unit, rounded, to `ints[(group * team + i) * P/2:]`. Adds factor * weight * low to
+    `gathered[lows[i]:]`, and the same of the low ends, times `back`, to `gathered[offsets[i] + group *
+    LANES:]`; `floats` is scratch.
+    """
+
+    def scale(
+        typing: Any, values: Any, meta: Any, padded: Any, groups: Any, weights: Any, to: Any, factors: Any,
+        unit: Any, back: Any, floats: Any, ints: Any, gathered: Any, lows: Any, offsets: Any,
+    ) -> Any:  # fmt: skip
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            (
+                values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
+                offsets,
+            ) = arguments  # fmt: skip
+            byte, scratch = _reader(builder, values), _reader(builder, floats)
+            weight, sums = _reader(builder, weights), _reader(builder, gathered)
+            starts, lows, offsets = (_entries(builder, x, team) for x in (to, lows, offsets))
+            own = [splat_of(builder, x) for x in _entries(builder, factors, team)]
+            unit, pairs = splat_of(builder, unit), builder.lshr(padded, _i64(1))
+            cells = _zeros(builder, team)
+            with cgutils.for_range(builder, builder.udiv(padded, _i64(LANES))) as loop:
+                t = _times(builder, loop.index, LANES)
+                here = _plus(builder, meta, _times(builder, t, 2))
+                low = builder.fpext(byte(here, _f16), FLOAT_LANES)
+                wide = builder.fpext(
+                    byte(_plus(builder, here, _times(builder, padded, 2)), _f16), FLOAT_LANES
+                )
+                wide = builder.fmul(wide, unit)
+                for i, (start, cell) in enumerate(zip(starts, cells, strict=True)):
+                    w = weight(_plus(builder, start, t), _f32)
+                    _gain(builder, cell, w, low)
+                    place = _plus(builder, _times(builder, padded, i), t)
+                    _put(builder, floats, place, builder.fmul(w, wide))
+            for cell, place, factor in zip(cells, lows, own, strict=True):
+                found = fma_of(builder, builder.load(cell), factor, sums(place, _f32))
+                _put(builder, gathered, place, found)
+            own = [builder.fmul(x, splat_of(builder, back)) for x in own]
+            ends, marks = _plus(builder, meta, _times(builder, padded, 4)), builder.mul(groups, padded)
+            with cgutils.for_range(builder, groups) as outer:
+                g = outer.index
+                for cell in cells:
+                    builder.store(ir.Constant(FLOAT_LANES, None), cell)
+                with cgutils.for_range(builder, builder.udiv(pairs, _i64(LANES))) as loop:
+                    p = _times(builder, loop.index, LANES)
+                    here = _plus(builder, ends, builder.mul(g, padded), p)
+                    steps, offset = [], []
+                    for at in (here, _plus(builder, here, pairs)):
+                        low = builder.zext(byte(at, _i8), INTS)
+                        high = builder.zext(byte(_plus(builder, at, marks), _i8), INTS)
+                        steps.append(builder.sitofp(builder.sub(high, low), FLOAT_LANES))
+                        offset.append(builder.sitofp(low, FLOAT_LANES))
+                    for i, cell in enumerate(cells):
+                        place = _plus(builder, _times(builder, padded, i), p)
+                        halves = [scratch(x, _f32) for x in (place, _plus(builder, place, pairs))]
+                        for x, y in zip(halves, offset, strict=True):
+                            _gain(builder, cell, x, y)
+                        low, high = (
+                            round_of(builder, builder.fmul(x, y)) for x, y in zip(halves, steps, strict=True)
+                        )
+                        high = builder.shl(high, ir.Constant(INTS, [16] * LANES))
+                        row = builder.mul(_plus(builder, _times(builder, g, team), i), pairs)
+                        _put(builder, ints, _plus(builder, row, p), builder.or_(low, high))
+                for cell, place, factor in zip(cells, offsets, own, strict=True):
+                    at = _plus(builder, place, _times(builder, g, LANES))
+                    _put(builder, gathered, at, fma_of(builder, builder.load(cell), factor, sums(at, _f32)))
+            return context.get_dummy_value()
+
+        parameters = (
+            values, i64, i64, i64, weights, to, factors, f32, f32, floats, ints, gathered, lows, offsets,
+        )  # fmt: skip
+        return types.void(*parameters), code
+
+    return intrinsic(scale)
+
+
+def nibble_of(builder: Any, words: Any, k: int) -> Any:
+    """Return nibble `k` of every 16-bit half of the words."""
+    if k == 3:  # nothing stands above it
+        shorts = ir.VectorType(_i16, 2 * LANES)
+        top = builder.lshr(builder.bitcast(words, shorts), ir.Constant(shorts, [12] * 2 * LANES))
+        return builder.bitcast(top, INTS)
+    shifted = builder.lshr(words, ir.Constant(INTS, [4 * k] * LANES)) if k else words
+    return builder.and_(shifted, ir.Constant(INTS, [0x000F000F] * LANES))
+
+
+def mix_kernel(team: int) -> Any:
+    """Return the kernel of values: TILE channels of a block times `team` rows of weights, exact in int32.
+
+    mix(words, at, stride, ahead, octets, weights, first, row, gathered, to, channel, scales): words of eight
+    codes at byte `at`, `stride` bytes an octet of tokens, those needed next `ahead` bytes on; weight pairs
+    (tokens p and p + P/2) in `weights` from word `first`, `row` words a member; adds the sums of member i
+    times `scales[i]` to `gathered[to[i] + channel:]`.
+    """
+
+    def mix(
+        typing: Any, words: Any, at: Any, stride: Any, ahead: Any, octets: Any, weights: Any, first: Any,
+        row: Any, gathered: Any, to: Any, channel: Any, scales: Any,
+    ) -> Any:  # fmt: skip
+
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            words, at, stride, ahead, octets, weights, first, row, gathered, to, channel, scales = values
+            vectors, sums = TILE // LANES, _reader(builder, gathered)
+            cells = accumulators(builder, team * vectors)
+            with cgutils.for_range(builder, octets) as loop:
+                base = builder.add(at, builder.mul(loop.index, stride))
+                prefetch_at(builder, address(builder, words, builder.add(base, ahead), _i8))
+                data = [
+                    builder.load(address(builder, words, _plus(builder, base, v * 4 * LANES), INTS), align=1)
+                    for v in range(vectors)
+                ]
+                pair = _plus(builder, first, _times(builder, loop.index, 4))
+                for k in range(4):
+                    codes = [nibble_of(builder, x, k) for x in data]
+                    for h in range(team):
+                        index = _plus(builder, pair, k, _times(builder, row, h))
+                        weight = builder.load(address(builder, weights, index, _i32), align=1)
+                        weight = splat_of(builder, weight)
+                        for v in range(vectors):
+                            product = multiply_pairs(builder, codes[v], weight)
+                            accumulate(builder, cells[h * vectors + v], product)
+            factors, places = _entries(builder, scales, team), _entries(builder, to, team)
+            for h, (factor, place) in enumerate(zip(factors, places, strict=True)):
+                for v in range(vectors):
+                    index = _plus(builder, place, channel, v * LANES)
+                    found = builder.sitofp(builder.load(cells[h * vectors + v]), FLOAT_LANES)
+                    found = fma_of(builder, found, splat_of(builder, factor), sums(index, _f32))
+                    _put(builder, gathered, index, found)
+            return context.get_dummy_value()
+
+        parameters = words, i64, i64, i64, i64, weights, i64, i64, gathered, to, i64, scales
+        return types.void(*parameters), code
+
+    return intrinsic(mix)
