@@ -128,6 +128,36 @@ def test_every_option_keeps_the_promise(options: dict) -> None:
     assert bool((error <= step.certificate.total_bound).all())
 
 
+def test_values_that_are_not_read_stand_for_the_mean_and_cost_what_their_spectrum_allows() -> None:
+    """A sixth of the mass lies evenly on thousands of tokens: leaving it out would cost far more than eps."""
+    gen, tokens, dim = torch.Generator().manual_seed(5), 4096, 64
+    keys = 0.05 * torch.randn(1, tokens, dim, generator=gen)
+    mean = torch.randn(dim, generator=gen)
+    noise = torch.randn(1, tokens, dim, generator=gen)
+    values = mean + 0.25 * noise
+    query = torch.randn(2, dim, generator=gen)
+    query = query / query.norm(dim=-1, keepdim=True)
+    direction = query.sum(0) / query.sum(0).square().sum()
+    keys[:, 1040] += 160 * direction
+    values[:, 1040] = -2 * mean
+    cache = LayerCache(
+        "certified", query_heads=2, kv_heads=1, head_dim=dim, dtype=torch.float32, backend="cpu"
+    )
+    cache.prefill(keys, values)
+    step, exact = cache.attend(query), truth(query, keys, values, 0.125)
+    c = step.certificate
+    weights = torch.softmax(query.double() @ keys[0].double().T * 0.125, -1)
+    weights[:, 1040] = 0
+    outside = weights.sum(-1)
+    assert bool(((outside > 0.1) & (outside < 0.25)).all())
+    error, left_out = (step.output.double() - exact).norm(dim=-1), outside * (3 * mean.double()).norm()
+    assert bool(((c.skipped_value_blocks > 0.9 * c.blocks) & ~c.exact).all())
+    assert bool((left_out > 0.1 * exact.norm(dim=-1)).all())
+    assert bool(((error < 0.05 * left_out) & (error <= c.total_bound)).all())
+    triangle = outside * 0.25 * noise.norm(dim=-1).double().min()
+    assert bool(((c.dropped_bound > 0) & (c.dropped_bound < 0.5 * triangle)).all())
+
+
 def test_codes_are_those_of_the_reference_store() -> None:
     k, v = data("plain", 2, 320, 64, seed=1)
     stores = []
