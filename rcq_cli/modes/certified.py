@@ -32,7 +32,7 @@ class Options(FormatOptions):
     denominator: str = "out"
     """what eps is relative to: out (the head's output), layer (the layer's output), abs (nothing)"""
     skip: bool = True
-    """leave out the values of blocks whose certified mass is negligible"""
+    """do not read the values of blocks where that costs little of the budget"""
     tau: float = 0.0
     """promote the heaviest key blocks up to this share of the mass before the first check"""
     rounds: int = 4
