@@ -15,6 +15,7 @@ from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
     ahead,
+    as_float,
     bits,
     divide,
     exponential,
@@ -226,23 +227,36 @@ def spread(line: Line, width: int, bucket: Any, table: Any) -> None:
     costs, energies, moves = rows_of(table)
     for j in range(TABLE):
         costs[j] = energies[j] = moves[j] = 0.0
-    top = np.int32(0)
-    for b in range(width):
-        top = max(top, bits(line.cost[b]))
-    for b in range(width):
-        j = min(max((top - bits(line.cost[b])) >> 20, 0), BUCKETS - 1)
-        bucket[b] = np.uint8(j)
-        costs[j] += np.float64(line.cost[b])
-        energies[j] += np.float64(line.energy[b])
-        moves[j] += np.float64(line.move[b])
+    # what is not above `floor` belongs to the last bucket; that is most of a peaked head, a vector at a time
+    top, last = bits(np.float32(largest_of(line.cost, width))), BUCKETS - 1
+    floor = as_float(np.uint32(max(top - (last << 20), 0)))
+    for start in range(0, width, SHORT_RUN):
+        cost = energy = move = splat(np.float32(0))
+        for first in range(start, min(width, start + SHORT_RUN), LANES):
+            here = load(line.cost, first)
+            if highest(here) <= floor:
+                cost, energy = add(cost, here), add(energy, load(line.energy, first))
+                move = add(move, load(line.move, first))
+                for b in range(first, first + LANES):
+                    bucket[b] = np.uint8(last)
+                continue
+            for b in range(first, first + LANES):
+                j = min(max((top - bits(line.cost[b])) >> 20, 0), last)
+                bucket[b] = np.uint8(j)
+                costs[j] += np.float64(line.cost[b])
+                energies[j] += np.float64(line.energy[b])
+                moves[j] += np.float64(line.move[b])
+        costs[last] += np.float64(total(cost))
+        energies[last] += np.float64(total(energy))
+        moves[last] += np.float64(total(move))
     # what underflow of a square may have lost
     energies[BUCKETS - 1] += width * 1.3e-35
-    before, energy, move = 0.0, 0.0, 0.0
+    before, squares, shifts = 0.0, 0.0, 0.0
     for j in range(BUCKETS + 1):
-        here, k = costs[j], BUCKETS - j
-        energy, move = energy + energies[k], move + moves[k]
-        costs[j], energies[k], moves[k] = before, energy, move
-        before += here
+        own, k = costs[j], BUCKETS - j
+        squares, shifts = squares + energies[k], shifts + moves[k]
+        costs[j], energies[k], moves[k] = before, squares, shifts
+        before += own
     for j in range(BUCKETS + 1, TABLE):
         costs[j] = np.inf  # no split
 
