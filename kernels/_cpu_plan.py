@@ -61,8 +61,9 @@ from rcq_cli.kernels._cpu_state import (
 )
 from rcq_cli.kernels._cpu_vector import ahead, bfloat, bits, half, half_bits, plain, put_float, put_short
 
-GLANCE = 8
-"""Heaviest blocks read to guess the output before anything is skipped or promoted."""
+GLANCE, GLANCE_PART = 8, 0.98
+"""Heaviest blocks read to guess the output before anything is skipped or promoted, fewer where they have this
+share of all that counts."""
 CARE = 0.93
 """Share of the budget that a plan may use, to the power of the round."""
 VALUE_PART, VALUE_TARGET, SKIP_PART = 0.5, 0.45, 0.2
@@ -134,10 +135,11 @@ def guess(
     Expects `spread` of the value terms, whose `move` counts blocks.
     """
     line, row, dim, cut = line_of(turn, slot, r), h * shape.rows + r, shape.dim, 0
-    _, _, counts = rows_of(slot.table)
-    while cut < BUCKETS and counts[0] - counts[cut + 1] <= GLANCE:
+    costs, _, counts = rows_of(slot.table)
+    enough = GLANCE_PART * costs[BUCKETS]
+    while cut < BUCKETS and counts[0] - counts[cut + 1] <= GLANCE and costs[cut] < enough:
         cut += 1
-    seen, left = 0.0, GLANCE
+    seen, left = 0.0, GLANCE if costs[cut] < enough else 0
     for b in range(turn.blocks + 1):
         certain = b == turn.blocks or slot.pins[b] != 0 or slot.bucket[b] < cut
         slot.reads[b] = 0
