@@ -55,10 +55,11 @@ def multiply_pairs(builder: Any, x: Any, y: Any) -> Any:
     return builder.add(*products)
 
 
-def accumulators(builder: Any, count: int) -> list[Any]:
-    cells = [cgutils.alloca_once(builder, INTS) for _ in range(count)]
+def accumulators(builder: Any, count: int, kind: Any = INTS) -> list[Any]:
+    """Return `count` vectors that are 0."""
+    cells = [cgutils.alloca_once(builder, kind) for _ in range(count)]
     for cell in cells:
-        builder.store(ir.Constant(INTS, None), cell)
+        builder.store(ir.Constant(kind, None), cell)
     return cells
 
 

@@ -27,12 +27,6 @@ _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _f16, _f32 = ir.HalfType(), ir.FloatType()
 
 
-def _zeros(builder: Any, count: int) -> list[Any]:
-    """Return `count` vectors of floats that are 0."""
-    zero = ir.Constant(FLOAT_LANES, None)
-    return [cgutils.alloca_once_value(builder, zero) for _ in range(count)]
-
-
 def _gain(builder: Any, cell: Any, x: Any, y: Any) -> None:
     """Add x * y to a vector."""
     builder.store(fma_of(builder, x, y, builder.load(cell)), cell)
@@ -93,7 +87,7 @@ def scale_kernel(team: int) -> Any:
             starts, lows, offsets = (_entries(builder, x, team) for x in (to, lows, offsets))
             own = [splat_of(builder, x) for x in _entries(builder, factors, team)]
             unit, pairs = splat_of(builder, unit), builder.lshr(padded, _i64(1))
-            cells = _zeros(builder, team)
+            cells = accumulators(builder, team, FLOAT_LANES)
             with cgutils.for_range(builder, builder.udiv(padded, _i64(LANES))) as loop:
                 t = _times(builder, loop.index, LANES)
                 here = _plus(builder, meta, _times(builder, t, 2))

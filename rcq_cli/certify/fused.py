@@ -221,7 +221,7 @@ class Scratch:
         width = state.used_width.py_func(blocks) + 16
         width += 16 if width // 16 % 2 == 0 else 0
         floats = max(4 * (dim + state.STRIP * rows), (team + dim) * padded) + 64
-        ints = max(state.STRIP * rows * dim // 2, groups * team * padded // 2 + team * dim) + 64
+        ints = max(state.STRIP * rows * dim, groups * team * padded) // 2 + 64
         gather = rows * (dim + groups * lanes + lanes) + state.APART
         weights = (blocks + 1) * rows * padded + 64
         self.room = np.array((width, weights, floats, ints, gather))
