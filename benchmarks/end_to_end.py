@@ -141,9 +141,9 @@ def audit(side: Any, mine: Measured) -> None:
         found = step.certificate
         if found is None:
             continue
-        options = getattr(state, "options", None)
-        if options is not None:
-            limit = options.eps / (1 + options.eps) * found.output_norm
+        budget = getattr(state, "budget", None)
+        if budget is not None:
+            limit = budget.eps / (1 + budget.eps) * found.output_norm
             kept = found.exact | (found.total_bound <= limit)
             assert bool(kept.all()), "a head-step is beyond its budget"
         mine.head_steps += len(found.exact)

@@ -162,7 +162,7 @@ class KeySums(NamedTuple):
 
 @plain
 def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, tokens: int) -> KeySums:
-    """Write cw * (rv + h), cw and c2 of blocks with coded keys; return the sums of theory section 10."""
+    """Write cw * (rv + h), cw and c2 of blocks with coded keys; return the sums of theory section 5."""
     lost = max(tokens * 1.7e-38 / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
     one, zero = splat(np.float32(1)), splat(np.float32(0))

@@ -63,7 +63,7 @@ def accumulators(builder: Any, count: int, kind: Any = INTS) -> list[Any]:
     return cells
 
 
-def accumulate(builder: Any, cell: Any, product: Any) -> None:
+def add_to(builder: Any, cell: Any, product: Any) -> None:
     builder.store(builder.add(builder.load(cell), product), cell)
 
 
@@ -206,7 +206,7 @@ def dots_kernel(team: int) -> Any:
                         q = splat_of(builder, builder.load(address(builder, query, index, _i32), align=1))
                         for v in range(vectors):
                             cell = cells[(u * team + h) * vectors + v]
-                            accumulate(builder, cell, multiply_pairs(builder, data[v], q))
+                            add_to(builder, cell, multiply_pairs(builder, data[v], q))
             for h in range(team):
                 for v in range(vectors):
                     parts = [builder.load(cells[(u * team + h) * vectors + v]) for u in range(unroll)]

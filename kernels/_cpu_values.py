@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rcq_cli.kernels._cpu_integer import TILE, accumulate, accumulators, multiply_pairs
+from rcq_cli.kernels._cpu_integer import TILE, accumulators, add_to, multiply_pairs
 from rcq_cli.kernels._cpu_vector import (
     FLOAT_LANES,
     INTS,
@@ -18,8 +18,8 @@ from rcq_cli.kernels._cpu_vector import (
     f32,
     fma_of,
     i64,
+    pairs_of,
     prefetch_at,
-    round_of,
     splat_of,
 )
 
@@ -124,12 +124,9 @@ def scale_kernel(team: int) -> Any:
                         halves = [scratch(x, _f32) for x in (place, _plus(builder, place, pairs))]
                         for x, y in zip(halves, offset, strict=True):
                             _gain(builder, cell, x, y)
-                        low, high = (
-                            round_of(builder, builder.fmul(x, y)) for x, y in zip(halves, steps, strict=True)
-                        )
-                        high = builder.shl(high, ir.Constant(INTS, [16] * LANES))
+                        products = [builder.fmul(x, y) for x, y in zip(halves, steps, strict=True)]
                         row = builder.mul(_plus(builder, _times(builder, g, team), i), pairs)
-                        _put(builder, ints, _plus(builder, row, p), builder.or_(low, high))
+                        _put(builder, ints, _plus(builder, row, p), pairs_of(builder, *products))
                 for cell, place, factor in zip(cells, offsets, own, strict=True):
                     at = _plus(builder, place, _times(builder, g, LANES))
                     _put(builder, gathered, at, fma_of(builder, builder.load(cell), factor, sums(at, _f32)))
@@ -187,7 +184,7 @@ def mix_kernel(team: int) -> Any:
                         weight = splat_of(builder, weight)
                         for v in range(vectors):
                             product = multiply_pairs(builder, codes[v], weight)
-                            accumulate(builder, cells[h * vectors + v], product)
+                            add_to(builder, cells[h * vectors + v], product)
             factors, places = _entries(builder, scales, team), _entries(builder, to, team)
             for h, (factor, place) in enumerate(zip(factors, places, strict=True)):
                 for v in range(vectors):

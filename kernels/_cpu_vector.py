@@ -229,6 +229,12 @@ def round_of(builder: Any, x: Any) -> Any:
     return builder.fptosi(call(builder, f"llvm.rint.v{LANES}f32", FLOAT_LANES, x), INTS)
 
 
+def pairs_of(builder: Any, low: Any, high: Any) -> Any:
+    """Return words of two rounded non-negative 16-bit numbers, `low` in the low half."""
+    shifted = builder.shl(round_of(builder, high), ir.Constant(INTS, [16] * LANES))
+    return builder.or_(round_of(builder, low), shifted)
+
+
 def sum_of(builder: Any, x: Any) -> Any:
     """Return the sum of the lanes."""
     name = f"llvm.vector.reduce.fadd.v{LANES}f32"
@@ -284,7 +290,6 @@ load = _reader(_f32, lambda b, x: x)
 load_int = _reader(_i32, lambda b, x: b.sitofp(x, FLOAT_LANES))
 load_half = _reader(_f16, lambda b, x: b.fpext(x, FLOAT_LANES))
 load_bfloat = _reader(_i16, _widen_bfloat)
-load_byte = _reader(_i8, lambda b, x: b.uitofp(x, FLOAT_LANES))
 store = _writer(_f32, lambda b, x: x)
 splat = _op(FLOATS, (f32,), splat_of)
 add = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y))
@@ -456,8 +461,7 @@ def store_pairs(typing: Any, pointer: Any, index: Any, low: Any, high: Any) -> A
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         where = address(builder, *values[:2], INTS)
-        shifted = builder.shl(round_of(builder, values[3]), ir.Constant(INTS, [16] * LANES))
-        builder.store(builder.or_(round_of(builder, values[2]), shifted), where, align=1)
+        builder.store(pairs_of(builder, *values[2:]), where, align=1)
         return context.get_dummy_value()
 
     return types.void(pointer, i64, FLOATS, FLOATS), code
