@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, ROUNDOFF
-from rcq_cli.kernels._cpu_state import BUCKETS, TABLE, Line, Shape, Slot
+from rcq_cli.kernels._cpu_state import BUCKETS, TABLE, Line, Shape, Slot, Store
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
@@ -28,6 +28,8 @@ from rcq_cli.kernels._cpu_vector import (
     mul,
     pick_less,
     plain,
+    root,
+    smaller,
     splat,
     store,
     sub,
@@ -124,7 +126,10 @@ class ValueSums(NamedTuple):
 
 @plain
 def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float) -> ValueSums:
-    """Write share * eta and S2 of blocks whose values are read from codes; `move` counts blocks."""
+    """Write min(share * eta, sqrt(S2) * spectral norm) and S2 of blocks whose values are read from codes.
+
+    V1 and V3 of theory section 6; `move` counts blocks.
+    """
     inverse, centre_, one = splat(np.float32(1 / weight)), splat(np.float32(centre)), splat(np.float32(1))
     summands, charges = 0.0, 0.0
     for start in range(0, width, SHORT_RUN):
@@ -132,9 +137,10 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
         for b in range(start, min(width, start + SHORT_RUN), LANES):
             keep, share = load(line.keep, b), load(line.share, b)
             coded = mul(load(line.value_coded, b), keep)
-            relative = mul(load(line.factor, b), inverse)
-            store(line.cost, b, mul(mul(share, load(slot.eta, b)), coded))
-            store(line.energy, b, mul(mul(mul(relative, relative), load(line.square, b)), coded))
+            relative, square = mul(load(line.factor, b), inverse), load(line.square, b)
+            joint = mul(mul(relative, root(square)), load(slot.value_spectrum, b))
+            store(line.cost, b, mul(smaller(mul(share, load(slot.eta, b)), joint), coded))
+            store(line.energy, b, mul(mul(mul(relative, relative), square), coded))
             store(line.move, b, one)
             # an original, or c0 in place of it
             other = mul(fma(load(slot.radius, b), keep, centre_), sub(one, coded))
@@ -160,9 +166,43 @@ class KeySums(NamedTuple):
     """Largest delta."""
 
 
+class Errors(NamedTuple):
+    """What bounds the score errors of a block together, where delta bounds each."""
+
+    norm: float
+    """||q||, which the spectral norm of K - K' is to be multiplied by."""
+    most: float
+    """sqrt(S): norm of errors that are all 1."""
+
+
 @plain
-def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, tokens: int) -> KeySums:
-    """Write cw * (rv + h), cw and c2 of blocks with coded keys; return the sums of theory section 5."""
+def errors_of(shape: Shape, tiers: Store, row: int) -> Errors:
+    """Return that of query row `row`."""
+    rounded = 1 + 2.0**-22
+    most = np.float32(np.sqrt(np.float64(shape.block)) * rounded)
+    return Errors(np.float32(tiers.slack[2 * row] * rounded), most)
+
+
+@plain
+def breadth(line: Line, slot: Slot, b: int, errors: Errors) -> Any:
+    """Return the norm of the score errors of LANES blocks over delta: so many tokens squared can be wrong.
+
+    It is at most ||q|| times the spectral norm of K - K', and sqrt(S) times what of delta has other causes.
+    """
+    most = splat(errors.most)
+    joint = fma(splat(errors.norm), load(slot.key_spectrum, b), mul(most, load(line.rest, b)))
+    return smaller(divide(joint, load(line.delta, b)), most)
+
+
+@plain
+def key_terms(
+    line: Line, slot: Slot, width: int, weight: float, away: float, tokens: int, errors: Errors
+) -> KeySums:
+    """Write cw * (rv + h), cw and c2 of blocks with coded keys; return the sums of theory section 5.
+
+    Where the score errors e of a block have a small norm, sum p |e| <= sqrt(S2) norm(e) by Cauchy-Schwarz,
+    and sum (p e)^2 <= (max p)^2 norm(e)^2; the largest p is the block's factor.
+    """
     lost = max(tokens * 1.7e-38 / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
     one, zero = splat(np.float32(1)), splat(np.float32(0))
@@ -172,15 +212,16 @@ def key_terms(line: Line, slot: Slot, width: int, weight: float, away: float, to
         fix, fit, shifted, gone = zero, zero, zero, zero
         for b in range(start, min(width, start + SHORT_RUN), LANES):
             delta, share, coded = load(line.delta, b), load(line.share, b), load(line.key_coded, b)
+            square, wide = load(line.square, b), breadth(line, slot, b, errors)
             up, down = growth(delta)
-            loss = mul(lost_, add(up, one))
-            shift = pick_less(delta, limit, capped(fma(share, up, loss)), hopeless)
+            loss, lifted = mul(lost_, add(up, one)), mul(mul(load(line.factor, b), inverse), up)
+            together = smaller(mul(root(square), wide), load(line.mass, b))
+            shift = pick_less(delta, limit, capped(fma(lifted, together, loss)), hopeless)
             cost = mul(shift, add(load(slot.radius, b), away_))
-            reach = capped(mul(mul(load(line.factor, b), inverse), up))
-            reach = pick_less(delta, limit, reach, hopeless)
+            reach = pick_less(delta, limit, capped(lifted), hopeless)
             store(line.cost, b, mul(cost, coded))
             store(line.move, b, mul(shift, coded))
-            store(line.energy, b, mul(mul(mul(reach, reach), load(line.square, b)), coded))
+            store(line.energy, b, mul(mul(mul(reach, reach), smaller(mul(wide, wide), square)), coded))
             fix, fit = fma(cost, sub(one, coded), fix), fma(share, down, fit)
             shifted, gone, widest = add(shifted, shift), add(gone, loss), larger(delta, widest)
         fixed, low = fixed + total(fix), low + total(fit)
@@ -322,7 +363,9 @@ def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, to
 
 
 @plain
-def variation_around(line: Line, width: int, weight: float, sums: KeySums) -> float:
+def variation_around(
+    line: Line, slot: Slot, width: int, weight: float, sums: KeySums, errors: Errors
+) -> float:
     """Bound the total variation of a head that reads one token almost alone.
 
     Let w be the used weight of the heaviest token. If its exact weight is not larger, the others gain no more
@@ -336,9 +379,16 @@ def variation_around(line: Line, width: int, weight: float, sums: KeySums) -> fl
     if first < 0:
         return 1.0
     # the heaviest token of a block weighs exp(0) = 1 before the block's factor
-    alone = np.float64(line.factor[first]) / weight * (1 - 2.0**-18)
+    one, relative = 1 - 2.0**-18, np.float64(line.factor[first]) / weight
+    alone, mass = relative * one, np.float64(line.mass[first])
     up, _ = growth(splat(line.delta[first]))
-    others = max(0.0, sums.moved * (1 + 2.0**-16) - alone * np.float64(highest(up)))
+    rise = relative * np.float64(highest(up))
+    # its block moves by the sum over its other tokens, not by what was added for all of them
+    wide = np.float64(errors.norm) * slot.key_spectrum[first] + np.float64(errors.most) * line.rest[first]
+    wide = min(wide / line.delta[first], np.float64(errors.most))
+    counted = rise * min(mass, np.sqrt(np.float64(line.square[first])) * wide) * (1 - 2.0**-14)
+    others = max(0.0, sums.moved * (1 + 2.0**-14) - counted)
+    others += rise * max(0.0, mass * (1 + 2.0**-14) - one)
     low, rest = min(1.0, sums.low), 1 - alone
     return max((others + rest * (1 - low)) / low, rest)
 
@@ -346,6 +396,7 @@ def variation_around(line: Line, width: int, weight: float, sums: KeySums) -> fl
 @plain
 def key_bound(
     line: Line,
+    slot: Slot,
     width: int,
     weight: float,
     sums: KeySums,
@@ -353,6 +404,7 @@ def key_bound(
     spectrum: float,
     away: float,
     radius: float,
+    errors: Errors,
 ) -> float:
     """Return the bound on the key error, of theory section 5 with all blocks in A.
 
@@ -361,7 +413,7 @@ def key_bound(
     variation = min(sums.moved, np.tanh(sums.widest / 2)) + sums.flushed / sums.low
     known = sums.widest < WIDEST and sums.moved < HOPELESS / 10 and sums.low > 0
     if known:
-        variation = min(1.0, variation, variation_around(line, width, weight, sums)) * MARGIN
+        variation = min(1.0, variation, variation_around(line, slot, width, weight, sums, errors)) * MARGIN
     variation = min(1.0, variation) if known and variation >= 0 else 1.0
     bound = 2 * radius * variation * MARGIN
     split = (best_split(table, spectrum, away) + sums.fixed * MARGIN) / sums.low

@@ -9,6 +9,7 @@ from rcq_cli.kernels._cpu_bounds import (
     best_split,
     blocks_to_drop,
     count_ones,
+    errors_of,
     key_bound,
     key_terms,
     largest_of,
@@ -89,10 +90,11 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
             line.key_coded[b] = line.value_coded[b] = one if b < turn.blocks else zero
             slot.flags[r * turn.width + b] = 0
         for b in range(turn.blocks + 1, width):
-            line.peak[b], line.mass[b], line.square[b], line.delta[b] = LOW, zero, zero, zero
+            line.peak[b], line.mass[b], line.square[b] = LOW, zero, zero
+            line.delta[b] = line.rest[b] = zero
     for b in range(turn.blocks + 1, width):
         slot.reach[b] = slot.key_radius[b] = slot.eta[b] = slot.radius[b] = zero
-        slot.magnitude[b] = slot.step[b] = zero
+        slot.magnitude[b] = slot.step[b] = slot.key_spectrum[b] = slot.value_spectrum[b] = zero
     for b in range(width):
         pinned = (
             b == 0 or b == turn.blocks - 1 or (b < turn.blocks and tiers.raw[h * turn.raw_pitch + b] != 0)
@@ -256,7 +258,7 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     if turn.skip:
         allowance = max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART
         left -= skip_blocks(turn, line, slot, width, weight, spectrum, allowance)
-    sums = key_terms(line, slot, width, weight, away, shape.block)
+    sums = key_terms(line, slot, width, weight, away, shape.block, errors_of(shape, tiers, row))
     spread(line, width, slot.bucket, slot.table)
     # where values or rounding leave nothing, promoting every key would not help: the next round knows the
     # output, and a head that reads one token is certified by it
@@ -281,7 +283,7 @@ def want_key(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int)
         row, line = h * shape.rows + r, line_of(turn, slot, r)
         if tiers.todo[row]:
             line.key_coded[b] = np.float32(0)
-            line.delta[b] = exact_delta(tiers, slot, row, b)
+            line.delta[b] = line.rest[b] = exact_delta(tiers, slot, row, b)
 
 
 @plain
@@ -398,10 +400,11 @@ def judge(
         spread(line, width, slot.bucket, table)
         skipped = best_split(table, spectrum, 0.0)
     away = (plan[PLAN_AWAY] + value + skipped + rounding) * MARGIN
-    sums = key_terms(line, slot, width, weight, away, shape.block)
+    errors = errors_of(shape, tiers, row)
+    sums = key_terms(line, slot, width, weight, away, shape.block, errors)
     spread(line, width, slot.bucket, table)
     radius = largest_of(slot.radius, width)
-    key = key_bound(line, width, weight, sums, table, spectrum, away, radius)
+    key = key_bound(line, slot, width, weight, sums, table, spectrum, away, radius, errors)
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)
     plan[PLAN_NORM] = stored.norm
     fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = key, skipped

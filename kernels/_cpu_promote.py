@@ -18,7 +18,7 @@ from rcq_cli.kernels._cpu_score import (
     multiply,
     weigh,
 )
-from rcq_cli.kernels._cpu_state import Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_state import NOTES, Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
@@ -43,7 +43,7 @@ UNDERFLOW = 2e-38
 def note_print(notes: Any, at: int) -> int:
     """Return the part of a fingerprint that covers the annotations of one block."""
     result = np.uint64(0)
-    for i in range(6):
+    for i in range(NOTES):
         result += np.uint64(notes[at + i]) * (np.uint64(0x9E3779B97F4A7C15) + np.uint64(i * 0x51ED27A))
     return np.int64(result)
 
@@ -54,13 +54,13 @@ def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: in
     if part == 0:
         at, notes = (
             h * turn.key_pitch + b * shape.key_bytes,
-            note_print(tiers.notes, h * turn.note_pitch + 6 * b),
+            note_print(tiers.notes, h * turn.note_pitch + NOTES * b),
         )
         return hash_words(tiers.keys, at, shape.key_bytes, 1) + notes
     if part == 1:
         at, notes = (
             h * turn.value_pitch + b * shape.value_bytes,
-            note_print(tiers.notes, h * turn.note_pitch + 6 * b),
+            note_print(tiers.notes, h * turn.note_pitch + NOTES * b),
         )
         return hash_words(tiers.values, at, shape.value_bytes, 2) + notes
     count = shape.block * shape.dim * item_bytes(shape)
@@ -106,7 +106,7 @@ def compare_scores(
         if tiers.failed[row]:
             continue
         as_scores(shape, item, 0, r, pads, r * padded)
-        delta = coded_delta(shape, tiers, item.floats, meta_of(shape, 0, r), row, radius, reach)
+        delta, _ = coded_delta(shape, tiers, item.floats, meta_of(shape, 0, r), row, radius, reach)
         allowed = delta + tiers.slack[2 * row + 1] * reach
         for t in range(r * padded, r * padded + block):
             if not abs(np.float64(pads[t]) - np.float64(pads[exact + t])) <= allowed:
@@ -178,7 +178,7 @@ def promote_keys(
         for t in range(0, padded, LANES):
             store(weights, to + t, load(pads, at + t))
         weigh(weights, to, block, padded, line.peak, line.mass, line.square, b)
-        line.delta[b] = exact_delta(tiers, slot, row, b)
+        line.delta[b] = line.rest[b] = exact_delta(tiers, slot, row, b)
         line.key_coded[b] = np.float32(0)
 
 

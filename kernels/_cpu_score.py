@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_integer import TEAM, TILE, dots_kernel, fold_kernel
-from rcq_cli.kernels._cpu_state import STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_state import NOTES, STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     FLUSH,
     LANES,
@@ -88,11 +88,12 @@ def prepare(shape: Shape, limits: Limits, tiers: Store, h: int) -> None:
 @plain
 def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
     """Widen the annotations of block `b`; a raw block has no residual and its own key and value norms."""
-    at, bounds = h * turn.note_pitch + 6 * b, h * turn.raw_bound_pitch + 2 * b
+    at, bounds = h * turn.note_pitch + NOTES * b, h * turn.raw_bound_pitch + 2 * b
     if tiers.raw[h * turn.raw_pitch + b]:
         slot.reach[b] = tiers.raw_bounds[bounds] * MARGIN
         slot.radius[b] = tiers.raw_bounds[bounds + 1] * MARGIN
         slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
+        slot.key_spectrum[b] = slot.value_spectrum[b] = np.float32(0)
         return
     slot.key_radius[b] = half(tiers.notes[at])
     slot.reach[b] = half(tiers.notes[at]) + half(tiers.notes[at + 1])
@@ -100,6 +101,7 @@ def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
     slot.radius[b] = half(tiers.notes[at + 3])
     slot.magnitude[b] = half(tiers.notes[at + 4])
     slot.step[b] = half(tiers.notes[at + 5])
+    slot.key_spectrum[b], slot.value_spectrum[b] = half(tiers.notes[at + 6]), half(tiers.notes[at + 7])
 
 
 @plain
@@ -170,19 +172,21 @@ def as_scores(shape: Shape, item: Item, place: int, r: int, scores: Any, to: int
 @plain
 def coded_delta(
     shape: Shape, tiers: Store, floats: Any, meta: int, row: int, radius: float, reach: float
-) -> float:
+) -> tuple[float, float]:
     """Bound the score error of a block whose folding left its sums at `floats[meta:]`.
 
     min(D0, D3) of theory section 2, the 16-bit rounding of the folded query (half a step times |code| <= 128
-    per channel), rounding slack; infinite where float32 might have overflowed.
+    per channel), rounding slack; infinite where float32 might have overflowed. Returns that, and what of it
+    is not due to K - K'.
     """
     step, absolute = np.float64(floats[meta]), np.float64(floats[meta + 1])
     worst = 128.0 * shape.dim * shape.fold_steps * step + abs(np.float64(floats[meta + 2]))
     if not (worst < 1e37 and absolute < 1e37):
-        return np.inf
+        return np.inf, np.inf
     folding = 0.51 * 128 * shape.dim * step if step > 0 else 128.0 * absolute
     nearest = min(0.5 * absolute, tiers.slack[2 * row] * radius)
-    return (nearest + folding) * MARGIN + tiers.slack[2 * row + 1] * reach + EXP_SLACK
+    rest = folding * MARGIN + tiers.slack[2 * row + 1] * reach + EXP_SLACK
+    return nearest * MARGIN + rest, rest
 
 
 @plain
@@ -229,9 +233,11 @@ def score_strip(
         radius, reach = np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
         for r in range(shape.group):
             row, line, to = h * shape.rows + r, line_of(turn, slot, r), b * area + r * padded
-            delta = coded_delta(shape, tiers, item.floats, meta_of(shape, b - first, r), row, radius, reach)
+            meta = meta_of(shape, b - first, r)
+            delta, rest = coded_delta(shape, tiers, item.floats, meta, row, radius, reach)
             # float32 rounding of the bound itself
             line.delta[b] = line.coded_delta[b] = np.float32(delta * (1 + 2.0**-23))
+            line.rest[b] = np.float32(rest * (1 + 2.0**-23))
             as_scores(shape, item, b - first, r, slot.weights, to)
             weigh(slot.weights, to, shape.block, padded, line.peak, line.mass, line.square, b)
             if not (delta < 1e30 and abs(line.peak[b]) < 1e37) and not tiers.raw[h * turn.raw_pitch + b]:
@@ -336,11 +342,12 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
         radius = max(radius, square_distance(floats, 3 * dim, dim, tiers.centre, h * dim, 1.0))
     slot.reach[b], slot.radius[b] = np.sqrt(reach) * MARGIN, np.sqrt(radius) * MARGIN
     slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
+    slot.key_spectrum[b] = slot.value_spectrum[b] = np.float32(0)
     to = b * shape.rows * padded
     sound = exact_scores(shape, tiers, tiers.tail, at, 0, turn.tail, h, 0, shape.rows, slot.weights, to)
     for r in range(shape.rows):
         line, row = line_of(turn, slot, r), h * shape.rows + r
-        line.delta[b] = tiers.slack[2 * row + 1] * slot.reach[b] + EXP_SLACK
+        line.delta[b] = line.rest[b] = tiers.slack[2 * row + 1] * slot.reach[b] + EXP_SLACK
         if turn.tail:
             weigh(slot.weights, to + r * padded, turn.tail, padded, line.peak, line.mass, line.square, b)
         else:

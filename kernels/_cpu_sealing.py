@@ -10,7 +10,7 @@ import numpy as np
 
 from rcq_cli.kernels._cpu_promote import block_print
 from rcq_cli.kernels._cpu_score import MARGIN, item_bytes, widen
-from rcq_cli.kernels._cpu_state import Shape, Store, Turn
+from rcq_cli.kernels._cpu_state import NOTES, Shape, Store, Turn
 from rcq_cli.kernels._cpu_vector import (
     as_float,
     bfloat,
@@ -111,15 +111,55 @@ def encode_keys(rows: Any, codes: Any, scale: Any, offset: Any, worst: Any) -> N
             worst[c] = max(worst[c], abs(k - (code * scale[c] + offset[c])))
 
 
+@loose
+def products_of_rows(rows: Any, out: Any) -> float:
+    """Write the products of all pairs of rows, `[n, n]`; return their Frobenius norm."""
+    square = 0.0
+    for i in range(rows.shape[0]):
+        for j in range(i + 1):
+            product = 0.0
+            for c in range(rows.shape[1]):
+                product += rows[i, c] * rows[j, c]
+            out[i, j] = out[j, i] = product
+            square += product * product * (1.0 if i == j else 2.0)
+    return np.sqrt(square)
+
+
+@plain
+def spectral_norm(rows: Any) -> float:
+    """Bound the largest singular value of `[n, D]` rows from above: at most n^(1/32) too large.
+
+    lambda <= ||G^8||_F^(1/8) for the Gram matrix G of the rows (theory 5.4).
+    """
+    count = rows.shape[0]
+    gram, power = np.empty((count, count)), np.empty((count, count))
+    norm = products_of_rows(rows, gram)
+    if not 0 < norm < np.inf:
+        return np.sqrt(norm)
+    log = np.log(norm)
+    for i in range(1, 4):
+        for j in range(count):
+            for k in range(count):
+                gram[j, k] /= norm
+        norm = products_of_rows(gram, power)
+        log += np.log(norm) / 2.0**i
+        gram, power = power, gram
+    return np.exp(log / 2) * (1 + 1e-6)
+
+
 @finite
-def key_norms(rows: Any, codes: Any, scale: Any, offset: Any) -> tuple[float, float, float]:
-    """Return the squares of the largest ||k - k'||, || |s * code| + |z| || and ||k|| over the tokens."""
+def key_norms(rows: Any, codes: Any, scale: Any, offset: Any, left: Any) -> tuple[float, float, float]:
+    """Return the squares of the largest ||k - k'||, || |s * code| + |z| || and ||k|| over the tokens.
+
+    The rows k - k' go to `left`.
+    """
     residual, reach, norm = 0.0, 0.0, 0.0
     for t in range(rows.shape[0]):
         a, b, d = 0.0, 0.0, 0.0
         for c in range(rows.shape[1]):
             k, part = np.float64(rows[t, c]), codes[t, c] * scale[c]
-            a += (k - (part + offset[c])) ** 2
+            left[t, c] = k - (part + offset[c])
+            a += left[t, c] ** 2
             b += (abs(part) + abs(offset[c])) ** 2
             d += k * k
         residual, reach, norm = max(residual, a), max(reach, b), max(norm, d)
@@ -128,7 +168,7 @@ def key_norms(rows: Any, codes: Any, scale: Any, offset: Any) -> tuple[float, fl
 
 @plain
 def seal_keys(shape: Shape, tiers: Store, at: int, rows: Any, notes: Any) -> tuple[bool, float]:
-    """Write the key record at byte `at` and rk, kappa to `notes`.
+    """Write the key record at byte `at` and rk, kappa and the spectral norm of K - K' to `notes`.
 
     Return whether the block is raw, and max ||k||.
     """
@@ -151,7 +191,9 @@ def seal_keys(shape: Shape, tiers: Store, at: int, rows: Any, notes: Any) -> tup
         raw |= not (
             worst[c] <= scale[c] / 2 * (1 + 2.0**-14) and scale[c] < np.inf and abs(offset[c]) < np.inf
         )
-    residual, reach, norm = key_norms(rows, codes, scale, offset)
+    left = np.empty((shape.block, dim))
+    residual, reach, norm = key_norms(rows, codes, scale, offset, left)
+    notes[6] = half_up(spectral_norm(left) * MARGIN)
     notes[0], notes[1] = half_up(np.sqrt(residual) * MARGIN), half_up(np.sqrt(reach) * MARGIN)
     zero_bytes(tiers.keys, at, shape.key_bytes)
     for t in range(shape.block):
@@ -208,7 +250,7 @@ def encode_group(
 def seal_values(
     shape: Shape, tiers: Store, at: int, rows: Any, h: int, notes: Any, residuals: Any
 ) -> tuple[bool, float]:
-    """Write the value record at byte `at`, eta, rv, magnitude and step to `notes`, and the residual rows.
+    """Write the value record at byte `at`, its annotations to `notes`, and the residual rows.
 
     Returns whether the block is raw, and its rv.
     """
@@ -265,6 +307,7 @@ def seal_values(
     radius = np.sqrt(radius)
     notes[2], notes[3] = half_up(np.sqrt(eta) * MARGIN), half_up(radius * MARGIN)
     notes[4], notes[5] = half_up(np.sqrt(magnitude) * MARGIN), half_up(step)
+    notes[7] = half_up(spectral_norm(residuals) * MARGIN)
     return raw, radius
 
 
@@ -275,7 +318,7 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     The rows V - V' go to `residuals` `[Hkv, count, S, D]`.
     """
     b, dim, size_ = turn.blocks + j, shape.dim, item_bytes(shape)
-    rows, notes = np.empty((shape.block, dim), np.float32), np.empty(6, np.int64)
+    rows, notes = np.empty((shape.block, dim), np.float32), np.empty(NOTES, np.int64)
     left, first = np.empty((shape.block, dim)), (h * count + j) * shape.block * dim
     flat, source = floats_at(rows.ctypes.data), h * turn.original_pitch + j * shape.block * dim * size_
     widen(tiers.original_keys, source, shape.kind, shape.block * dim, flat, 0)
@@ -284,10 +327,10 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     widen(tiers.original_values, source, shape.kind, shape.block * dim, flat, 0)
     raw_values, radius = seal_values(shape, tiers, value_at, rows, h, notes, left)
     raw = raw or raw_values
-    for i in range(6):
+    for i in range(NOTES):
         raw |= notes[i] >= 0x7C00
-    for i in range(6):
-        tiers.notes[h * turn.note_pitch + 6 * b + i] = np.uint16(0 if raw else notes[i])
+    for i in range(NOTES):
+        tiers.notes[h * turn.note_pitch + NOTES * b + i] = np.uint16(0 if raw else notes[i])
     if raw:
         zero_bytes(tiers.keys, key_at + shape.padded * dim, shape.key_bytes - shape.padded * dim)
         codes = shape.padded * dim // 2

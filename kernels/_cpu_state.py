@@ -97,7 +97,8 @@ class Store(NamedTuple):
     keys: Any
     values: Any
     notes: Any
-    """uint16 `[.., 6]`: float16 rk, kappa, eta, rv, largest |z| + s * code norm, largest value scale."""
+    """uint16 `[.., NOTES]`: float16 rk, kappa, eta, rv, largest |z| + s * code norm, largest value scale,
+    spectral norms of K - K' and of V - V'."""
     raw: Any
     raw_bounds: Any
     checks: Any
@@ -153,6 +154,10 @@ class Slot(NamedTuple):
     """Largest norm of what is added up for a value."""
     step: Any
     """Largest value scale."""
+    key_spectrum: Any
+    """Spectral norm of K - K'."""
+    value_spectrum: Any
+    """Spectral norm of V - V'."""
     flags: Any
     """uint8 `[rows, width]`: KEY_WANTED, VALUE_WANTED."""
     bucket: Any
@@ -223,9 +228,11 @@ class Line(NamedTuple):
     """1.0, or 0.0 where values are read from the originals."""
     coded_delta: Any
     """What `delta` was for the scores from codes."""
+    rest: Any
+    """What of `delta` is not due to K - K'."""
 
 
-STATS, NOTES, MARKS = len(Line._fields), 6, 4
+STATS, NOTES, MARKS = len(Line._fields), 8, 4
 PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, PLANS = range(7)
 KEY_WANTED, VALUE_WANTED = 1, 2
 (
@@ -344,6 +351,8 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
         ahead(notes, 3 * width),
         ahead(notes, 4 * width),
         ahead(notes, 5 * width),
+        ahead(notes, 6 * width),
+        ahead(notes, 7 * width),
         ahead(bytes_at(a[3]), index * shape.rows * width),
         marks,
         ahead(marks, width),
@@ -399,8 +408,10 @@ def line_of(turn: Turn, slot: Slot, r: int) -> Line:
     first = ahead(slot.stats, r * STATS * w)
     return Line(
         first, ahead(first, w), ahead(first, 2 * w), ahead(first, 3 * w), ahead(first, 4 * w),
-        ahead(first, 5 * w), ahead(first, 6 * w), ahead(first, 7 * w), ahead(first, 8 * w), ahead(first, 9 *
-        w), ahead(first, 10 * w), ahead(first, 11 * w), ahead(first, 12 * w), )  # fmt: skip
+        ahead(first, 5 * w), ahead(first, 6 * w), ahead(first, 7 * w), ahead(first, 8 * w),
+        ahead(first, 9 * w), ahead(first, 10 * w), ahead(first, 11 * w), ahead(first, 12 * w),
+        ahead(first, 13 * w),
+    )  # fmt: skip
 
 
 @plain

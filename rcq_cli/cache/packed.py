@@ -43,7 +43,7 @@ class PackedStore(TieredStore):
             "keys": Slab(heads, (self.shape.key_bytes,), torch.uint8),
             "values": Slab(heads, (self.shape.value_bytes,), torch.uint8),
         }
-        self.annotations = Slab(heads, (6,), torch.float16)
+        self.annotations = Slab(heads, (state.NOTES,), torch.float16)
         self.checks = Slab(heads, (4,), torch.int64)
         self._call, self._given = state.Call(self.shape), list[Tensor]()
         self.lock = Lock()

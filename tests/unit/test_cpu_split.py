@@ -20,7 +20,7 @@ def split(rows: int, width: int, bucket: int, table: int, spectrum: float, away:
     """Return the smallest split over buckets of rows cost, energy, move `[3, width]` at that address."""
     cost = floats_at(rows)
     energy, move = ahead(cost, width), ahead(cost, 2 * width)
-    line = Line(cost, cost, cost, cost, cost, cost, cost, move, energy, cost, cost, cost, cost)
+    line = Line(cost, cost, cost, cost, cost, cost, cost, move, energy, cost, cost, cost, cost, cost)
     spread(line, width, bytes_at(bucket), doubles_at(table))
     return best_split(doubles_at(table), spectrum, away)
 

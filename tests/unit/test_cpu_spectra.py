@@ -1,0 +1,94 @@
+"""Backend `cpu`: what bounds the errors of a block together is never too small, and nearly reached."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rcq_cli import LayerCache
+from tests.unit.exact_attention import data, truth
+
+BLOCK = 32
+
+
+def aligned(codes: Tensor, sign: Tensor, steps: int) -> Tensor:
+    """Return `[n, D]` rows whose rounding errors on a grid of `steps` are all about half a step times `sign`.
+
+    The first two rows set the range of every channel to that of the grid, whose step is 1.
+    """
+    rows = codes + 0.5 - 0.02 * sign
+    rows[0], rows[1] = 0.0, float(steps)
+    return rows
+
+
+def residuals(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return K - K', V - V' `[H, M, S, D]` and the two annotated spectral norms `[H, M, 2]`."""
+    store = cache._state.cache
+    blocks = store.codes()
+    keys = blocks["key_codes"].double() * blocks["key_scale"].double()[..., None, :]
+    keys += blocks["key_offset"].double()[..., None, :]
+    shape = keys.shape
+    cut = (t[:, : shape[1] * BLOCK].double().unflatten(1, (-1, BLOCK)) for t in (k, v))
+    left = [rows - coded for rows, coded in zip(cut, (keys, store.backend.values(blocks)), strict=True)]
+    return left[0], left[1], store.annotations.rows[..., 6:8].double()
+
+
+@pytest.mark.parametrize("kind", ["plain", "outlier", "offset", "lognormal", "topics", "constant", "tiny"])
+@pytest.mark.parametrize("dim", [16, 128])
+def test_annotated_spectral_norms_cover_the_true_ones_closely(kind: str, dim: int) -> None:
+    k, v = data(kind, 2, 330, dim, seed=3)
+    cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=dim, backend="cpu")
+    cache.prefill(k, v)
+    *left, noted = residuals(cache, k, v)
+    raw = cache._state.cache.raw.rows
+    for rows, stated in zip(left, noted.unbind(-1), strict=True):
+        true = torch.linalg.matrix_norm(rows, ord=2)
+        assert bool((stated >= true)[~raw].all())
+        # a flat spectrum of 32 is overstated by 32^(1/32), rounding up to float16 by 2^-10 and its tiniest
+        assert bool((stated <= 1.12 * true * (1 + 2.0**-9) + 2.0**-24)[~raw].all())
+
+
+def test_aligned_errors_of_the_values_of_one_block_come_close_to_their_bound() -> None:
+    """One block holds the weight, evenly, and its values are all rounded the same way."""
+    gen, dim, blocks = torch.Generator().manual_seed(0), 64, 16
+    k, v = torch.zeros(blocks * BLOCK, dim), torch.randn(blocks * BLOCK, dim, generator=gen)
+    heavy = slice(5 * BLOCK, 6 * BLOCK)
+    k[heavy, 0] = 20.0
+    sign = torch.randint(0, 2, (dim,), generator=gen) * 2.0 - 1
+    v[heavy] = 7.5 - 0.45 * sign
+    v[heavy, ::16], v[heavy, 1::16] = 0.0, 15.0  # every group of every token has its ends on the grid
+    query = torch.zeros(1, dim)
+    query[0, 0] = 10.0
+    cache = LayerCache(
+        "certified", query_heads=1, kv_heads=1, head_dim=dim, backend="cpu", skip=False, rounds=0,
+        denominator="abs", eps=1e9,
+    )  # fmt: skip
+    cache.prefill(k[None], v[None])
+    step = cache.attend(query)
+    error = (step.output.double() - truth(query, k[None], v[None], dim**-0.5)).norm()
+    bound = step.certificate.value_bound[0]
+    assert 0.9 * bound < error <= step.certificate.total_bound[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aligned_errors_of_keys_come_close_to_their_bound(seed: int) -> None:
+    """The scores of some blocks are all too low and of some all too high, evenly; those of most are exact."""
+    gen, dim, blocks = torch.Generator().manual_seed(seed), 64, 24
+    sign = torch.randint(0, 2, (dim,), generator=gen) * 2.0 - 1
+    side = torch.where(torch.arange(blocks) % 2 == 0, 1.0, -1.0)
+    codes = torch.full((BLOCK, dim), 100.0)
+    calm = torch.arange(blocks) % 8 > 1
+    wrong = (aligned(codes.clone(), sign * s, 255) for s in side)
+    k = torch.cat([codes + 0.5 if still else rows for still, rows in zip(calm, wrong, strict=True)]) / 64
+    ends = torch.arange(dim) % 2 * 15.0  # the codes of these values are exact
+    v = side.repeat_interleave(BLOCK)[:, None] * ends
+    # opposite halves of the channels cancel the common part of the scores
+    query = (sign - sign.mean())[None]
+    cache = LayerCache(
+        "certified", query_heads=1, kv_heads=1, head_dim=dim, backend="cpu", skip=False, rounds=0,
+        denominator="abs", eps=1e9,
+    )  # fmt: skip
+    cache.prefill(k[None], v[None])
+    step = cache.attend(query)
+    error = (step.output.double() - truth(query, k[None], v[None], dim**-0.5)).norm()
+    bound = step.certificate.key_bound[0]
+    assert 0.8 * bound < error <= step.certificate.total_bound[0]
