@@ -12,43 +12,24 @@ from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_values import mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
     LANES,
+    NARROW,
     add,
     add_to_doubles,
     fma,
     load,
-    load_half,
     mul,
     plain,
     prefetch,
     splat,
     store,
-    store_pairs,
     total,
 )
 
 
 def _coded_values(team: int) -> Any:
-    scale, mix = scale_kernel(team), mix_kernel(team)
-
-    @plain
-    def one_level(shape: Shape, values: Any, meta: int, unit: float, weights: Any, item: Item) -> None:
-        """Do for float16 steps and offsets what `scale_kernel` does for two levels."""
-        padded, groups, pairs = shape.padded, shape.groups, shape.padded // 2
-        ints, gathered, marks = item.ints, item.gathered, groups * padded
-        for g in range(groups):
-            for p in range(0, pairs, LANES):
-                here = meta + 2 * (g * padded + p)
-                step0 = mul(load_half(values, here), splat(unit))
-                step1 = mul(load_half(values, here + 2 * pairs), splat(unit))
-                low0 = load_half(values, here + 2 * marks)
-                low1 = load_half(values, here + 2 * (marks + pairs))
-                for i in range(team):
-                    first = load(weights, item.to[i] + p)
-                    second = load(weights, item.to[i] + pairs + p)
-                    store_pairs(ints, (g * team + i) * pairs + p, mul(first, step0), mul(second, step1))
-                    place, factor = item.offsets[i] + g * LANES, splat(item.factors[i])
-                    offsets = fma(first, low0, mul(second, low1))
-                    store(gathered, place, fma(offsets, factor, load(gathered, place)))
+    mix = mix_kernel(team)
+    two_level, one_level = (scale_kernel(team, LANES, levels) for levels in (True, False))
+    narrow_two_level, narrow_one_level = (scale_kernel(team, NARROW, levels) for levels in (True, False))
 
     @plain
     def gather(shape: Shape, values: Any, at: int, step: float, after: int, weights: Any, item: Item) -> None:
@@ -62,14 +43,32 @@ def _coded_values(team: int) -> Any:
         unit = np.float32(1 if step == 0 else WEIGHT_STEPS / step)
         for i in range(team):
             item.scales[i] = item.factors[i] * np.float32(step / WEIGHT_STEPS)
+        back = np.float32(1)
         if shape.two_level:
             unit /= np.float32(15)
-            scale(
-                values, meta, padded, groups, weights, item.to, item.factors, unit, np.float32(1) / unit,
-                item.floats, item.ints, item.gathered, item.lows, item.offsets,
+            back /= unit
+        # half a block that does not fill vectors, on processors with wide ones
+        wide = LANES == NARROW or pairs % LANES == 0
+        if shape.two_level and wide:
+            two_level(
+                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
+                item.ints, item.gathered, item.lows, item.offsets,
+            )  # fmt: skip
+        elif shape.two_level:
+            narrow_two_level(
+                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
+                item.ints, item.gathered, item.lows, item.offsets,
+            )  # fmt: skip
+        elif wide:
+            one_level(
+                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
+                item.ints, item.gathered, item.lows, item.offsets,
             )  # fmt: skip
         else:
-            one_level(shape, values, meta, unit, weights, item)
+            narrow_one_level(
+                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
+                item.ints, item.gathered, item.lows, item.offsets,
+            )  # fmt: skip
         for g in range(groups):
             for c in range(g * chunk, (g + 1) * chunk, TILE):
                 mix(

@@ -36,11 +36,11 @@ def _put(builder: Any, pointer: Any, index: Any, vector: Any) -> None:
     builder.store(vector, address(builder, pointer, index, vector.type), align=1)
 
 
-def _reader(builder: Any, pointer: Any) -> Callable[[Any, ir.Type], Any]:
-    """Return a function that reads LANES numbers of a type at an index of `pointer`."""
+def _reader(builder: Any, pointer: Any, lanes: int = LANES) -> Callable[[Any, ir.Type], Any]:
+    """Return a function that reads numbers of a type at an index of `pointer`."""
 
     def read(index: Any, kind: ir.Type) -> Any:
-        return builder.load(address(builder, pointer, index, ir.VectorType(kind, LANES)), align=1)
+        return builder.load(address(builder, pointer, index, ir.VectorType(kind, lanes)), align=1)
 
     return read
 
@@ -61,16 +61,20 @@ def _entries(builder: Any, pointer: Any, count: int) -> list[Any]:
     return [builder.load(builder.gep(pointer, [_i64(i)])) for i in range(count)]
 
 
-def scale_kernel(team: int) -> Any:
-    """Return the kernel that multiplies weights by the steps of two-level values.
+def scale_kernel(team: int, lanes: int, two_level: bool) -> Any:
+    """Return the kernel that multiplies weights by the steps of values, `lanes` token pairs at a time.
 
     scale(values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
-    offsets): metadata at byte `meta` (low and width of every token in float16; per group and token the low
-    end, then the high end, in bytes); weights of member i at `weights[to[i]:]`. Writes pairs of weight *
-    width * (high - low) * unit, rounded, to `ints[(group * team + i) * P/2:]`. Adds factor * weight * low to
-    `gathered[lows[i]:]`, and the same of the low ends, times `back`, to `gathered[offsets[i] + group *
-    LANES:]`; `floats` is scratch.
+    offsets): metadata at byte `meta`; weights of member i at `weights[to[i]:]`. Writes pairs of weight * step
+    * unit, rounded, to `ints[(group * team + i) * P/2:]`, and adds factor * weight * offset to
+    `gathered[offsets[i] + group * LANES:]`.
+
+    Metadata of two levels: low and width of every token in float16; per group and token the low end, then
+    the high end, in bytes. There a step is width * (high - low), the lows go to `gathered[lows[i]:]`, the
+    offsets are the low ends times width * unit, times `back`, and `floats` is scratch. Of one level: per
+    group and token the step, then the offset, in float16.
     """
+    reals, integers = ir.VectorType(_f32, lanes), ir.VectorType(_i32, lanes)
 
     def scale(
         typing: Any, values: Any, meta: Any, padded: Any, groups: Any, weights: Any, to: Any, factors: Any,
@@ -82,49 +86,62 @@ def scale_kernel(team: int) -> Any:
                 values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
                 offsets,
             ) = arguments  # fmt: skip
-            byte, scratch = _reader(builder, values), _reader(builder, floats)
-            weight, sums = _reader(builder, weights), _reader(builder, gathered)
+            byte, scratch, weight, sums = (
+                _reader(builder, x, lanes) for x in (values, floats, weights, gathered)
+            )
             starts, lows, offsets = (_entries(builder, x, team) for x in (to, lows, offsets))
-            own = [splat_of(builder, x) for x in _entries(builder, factors, team)]
-            unit, pairs = splat_of(builder, unit), builder.lshr(padded, _i64(1))
-            cells = accumulators(builder, team, FLOAT_LANES)
-            with cgutils.for_range(builder, builder.udiv(padded, _i64(LANES))) as loop:
-                t = _times(builder, loop.index, LANES)
-                here = _plus(builder, meta, _times(builder, t, 2))
-                low = builder.fpext(byte(here, _f16), FLOAT_LANES)
-                wide = builder.fpext(
-                    byte(_plus(builder, here, _times(builder, padded, 2)), _f16), FLOAT_LANES
-                )
-                wide = builder.fmul(wide, unit)
-                for i, (start, cell) in enumerate(zip(starts, cells, strict=True)):
-                    w = weight(_plus(builder, start, t), _f32)
-                    _gain(builder, cell, w, low)
-                    place = _plus(builder, _times(builder, padded, i), t)
-                    _put(builder, floats, place, builder.fmul(w, wide))
-            for cell, place, factor in zip(cells, lows, own, strict=True):
-                found = fma_of(builder, builder.load(cell), factor, sums(place, _f32))
-                _put(builder, gathered, place, found)
-            own = [builder.fmul(x, splat_of(builder, back)) for x in own]
-            ends, marks = _plus(builder, meta, _times(builder, padded, 4)), builder.mul(groups, padded)
+            own = [splat_of(builder, x, lanes) for x in _entries(builder, factors, team)]
+            unit, pairs = splat_of(builder, unit, lanes), builder.lshr(padded, _i64(1))
+            cells = accumulators(builder, team, reals)
+            marks = builder.mul(groups, padded)
+
+            def token_levels() -> None:
+                """Multiply weights by the widths of their tokens, and add up what the lows come to."""
+                with cgutils.for_range(builder, builder.udiv(padded, _i64(lanes))) as loop:
+                    t = _times(builder, loop.index, lanes)
+                    here = _plus(builder, meta, _times(builder, t, 2))
+                    low = builder.fpext(byte(here, _f16), reals)
+                    wide = builder.fpext(byte(_plus(builder, here, _times(builder, padded, 2)), _f16), reals)
+                    wide = builder.fmul(wide, unit)
+                    for i, (start, cell) in enumerate(zip(starts, cells, strict=True)):
+                        w = weight(_plus(builder, start, t), _f32)
+                        _gain(builder, cell, w, low)
+                        place = _plus(builder, _times(builder, padded, i), t)
+                        _put(builder, floats, place, builder.fmul(w, wide))
+                for cell, place, factor in zip(cells, lows, own, strict=True):
+                    found = fma_of(builder, builder.load(cell), factor, sums(place, _f32))
+                    _put(builder, gathered, place, found)
+
+            def levels(at: Any) -> tuple[Any, Any]:
+                """Return steps and offsets of a group, those of its tokens from mark `at` on."""
+                if two_level:
+                    start = _plus(builder, meta, _times(builder, padded, 4), at)
+                    low = builder.zext(byte(start, _i8), integers)
+                    high = builder.zext(byte(_plus(builder, start, marks), _i8), integers)
+                    return builder.sitofp(builder.sub(high, low), reals), builder.sitofp(low, reals)
+                start = _plus(builder, meta, _times(builder, at, 2))
+                step = builder.fpext(byte(start, _f16), reals)
+                low = builder.fpext(byte(_plus(builder, start, _times(builder, marks, 2)), _f16), reals)
+                return builder.fmul(step, unit), low
+
+            if two_level:
+                token_levels()
+                own = [builder.fmul(x, splat_of(builder, back, lanes)) for x in own]
             with cgutils.for_range(builder, groups) as outer:
                 g = outer.index
                 for cell in cells:
-                    builder.store(ir.Constant(FLOAT_LANES, None), cell)
-                with cgutils.for_range(builder, builder.udiv(pairs, _i64(LANES))) as loop:
-                    p = _times(builder, loop.index, LANES)
-                    here = _plus(builder, ends, builder.mul(g, padded), p)
-                    steps, offset = [], []
-                    for at in (here, _plus(builder, here, pairs)):
-                        low = builder.zext(byte(at, _i8), INTS)
-                        high = builder.zext(byte(_plus(builder, at, marks), _i8), INTS)
-                        steps.append(builder.sitofp(builder.sub(high, low), FLOAT_LANES))
-                        offset.append(builder.sitofp(low, FLOAT_LANES))
-                    for i, cell in enumerate(cells):
-                        place = _plus(builder, _times(builder, padded, i), p)
-                        halves = [scratch(x, _f32) for x in (place, _plus(builder, place, pairs))]
-                        for x, y in zip(halves, offset, strict=True):
-                            _gain(builder, cell, x, y)
-                        products = [builder.fmul(x, y) for x, y in zip(halves, steps, strict=True)]
+                    builder.store(ir.Constant(reals, None), cell)
+                with cgutils.for_range(builder, builder.udiv(pairs, _i64(lanes))) as loop:
+                    p = _times(builder, loop.index, lanes)
+                    here = _plus(builder, builder.mul(g, padded), p)
+                    both = [levels(x) for x in (here, _plus(builder, here, pairs))]
+                    for i, (start, cell) in enumerate(zip(starts, cells, strict=True)):
+                        place = _plus(builder, _times(builder, padded, i) if two_level else start, p)
+                        source = scratch if two_level else weight
+                        halves = [source(x, _f32) for x in (place, _plus(builder, place, pairs))]
+                        for x, (_, low) in zip(halves, both, strict=True):
+                            _gain(builder, cell, x, low)
+                        products = [builder.fmul(x, step) for x, (step, _) in zip(halves, both, strict=True)]
                         row = builder.mul(_plus(builder, _times(builder, g, team), i), pairs)
                         _put(builder, ints, _plus(builder, row, p), pairs_of(builder, *products))
                 for cell, place, factor in zip(cells, offsets, own, strict=True):

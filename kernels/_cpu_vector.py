@@ -27,6 +27,8 @@ def features() -> str:
 
 WIDE, AVX2, X86 = "+avx512bw" in features(), "+avx2" in features(), "+sse2" in features()
 LANES = 16 if WIDE else 8
+NARROW = 8
+"""Lanes where fewer numbers than LANES may stand in a row."""
 FLUSH = 87.0
 """Weights below exp(-FLUSH) of the largest one count as zero."""
 
@@ -213,25 +215,28 @@ def _constant(number: float) -> Any:
     return ir.Constant(FLOAT_LANES, [number] * LANES)
 
 
-def splat_of(builder: Any, x: Any) -> Any:
-    first = builder.insert_element(ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined), x, _i32(0))
-    return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
+def splat_of(builder: Any, x: Any, lanes: int = LANES) -> Any:
+    first = builder.insert_element(ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined), x, _i32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_i32, lanes), [0] * lanes))
 
 
 def fma_of(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    return call(builder, f"llvm.fma.v{LANES}f32", FLOAT_LANES, x, y, z)
+    return call(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
 def round_of(builder: Any, x: Any) -> Any:
-    """Return the nearest integers, `<LANES x i32>`."""
-    if X86 and LANES == 8:
-        return call(builder, "llvm.x86.avx.cvt.ps2dq.256", INTS, x)
-    return builder.fptosi(call(builder, f"llvm.rint.v{LANES}f32", FLOAT_LANES, x), INTS)
+    """Return the nearest integers, as many as there are floats."""
+    lanes = x.type.count
+    integers = ir.VectorType(_i32, lanes)
+    if X86 and lanes == 8:
+        return call(builder, "llvm.x86.avx.cvt.ps2dq.256", integers, x)
+    return builder.fptosi(call(builder, f"llvm.rint.v{lanes}f32", x.type, x), integers)
 
 
 def pairs_of(builder: Any, low: Any, high: Any) -> Any:
     """Return words of two rounded non-negative 16-bit numbers, `low` in the low half."""
-    shifted = builder.shl(round_of(builder, high), ir.Constant(INTS, [16] * LANES))
+    lanes = low.type.count
+    shifted = builder.shl(round_of(builder, high), ir.Constant(ir.VectorType(_i32, lanes), [16] * lanes))
     return builder.or_(round_of(builder, low), shifted)
 
 
@@ -455,18 +460,6 @@ def put_word(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 as_float = _op(f32, (types.uint32,), lambda b, x: b.bitcast(x, _f32))
-
-
-@intrinsic
-def store_pairs(typing: Any, pointer: Any, index: Any, low: Any, high: Any) -> Any:
-    """Write LANES words of two rounded non-negative 16-bit weights, `low` in the low half."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        where = address(builder, *values[:2], INTS)
-        builder.store(pairs_of(builder, *values[2:]), where, align=1)
-        return context.get_dummy_value()
-
-    return types.void(pointer, i64, FLOATS, FLOATS), code
 
 
 # -- pointers -----------------------------------------------------------------------------------------------
