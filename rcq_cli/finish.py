@@ -71,17 +71,21 @@ def finish_run(
 def merge(folders: Sequence[Path], out: Path) -> Path:
     """Return the folder of a new run that holds the samples of all shards.
 
-    Raises `SpecError` for fewer than two runs and `NotComparable` when they are not shards of one run.
+    Raises `SpecError` for fewer than two runs and for a shard given twice, `NotComparable` when they are not
+    shards of one run, and `BrokenRun` when one of them is missing or did not come to its end.
     """
     readers = [RunReader(folder) for folder in folders]
     if len(readers) < 2:
-        raise SpecError("--merge needs at least two runs", fix="--merge RUN --merge RUN", id="RCQ-USE-12")
+        raise SpecError("--merge needs at least two runs", fix="--merge RUN RUN", id="RCQ-USE-12")
+    for reader in readers:
+        _check_ended(reader)
     first = readers[0]
     hashes = [_hashes(reader) for reader in readers]
     wholes = [reader.spec.but(shard=None) for reader in readers]
     if any(whole != wholes[0] for whole in wholes) or any(pair != hashes[0] for pair in hashes):
         what = f"{len(readers)} runs are not shards of one run"
         raise NotComparable(what, why="their specs, contracts or modes differ", id="RCQ-CMP-04")
+    _check_shards([reader.spec for reader in readers])
     rows = last_by_key([row for reader in readers for row in reader.examples()])
     controls = last_by_key([row for reader in readers for row in reader.controls()])
     facts = _facts(first)
@@ -94,7 +98,7 @@ def rescore(folder: Path, out: Path, named: Sequence[str] = ()) -> Path:
     """Return the folder of a new run in which the stored answers of `folder` are scored by today's task.
 
     A Python task is run only when `named` says its file, the one the run was made with; raises `SpecError`
-    otherwise.
+    otherwise, and `BrokenRun` for a run that did not come to its end.
     """
     reader = RunReader(folder)
     for name in named:
@@ -102,6 +106,7 @@ def rescore(folder: Path, out: Path, named: Sequence[str] = ()) -> Path:
             what = f"--task {name!r} is not the task of {folder}"
             raise SpecError(what, fix=f"that run has task {reader.spec.task_name}", id="RCQ-USE-12")
         name_on_command_line(name)
+    _check_ended(reader)
     spec, task = reader.spec, TASKS.load(reader.spec.task_name)
     fields = reader.contract | {"task.metric": task.metric}
     facts = _facts(reader)._replace(metric=task.metric, score_key=task.score_key)
@@ -155,6 +160,41 @@ def _copy_steps(reader: RunReader, rows: Mapping[str, Row], writer: RunWriter) -
     for sample_id, arrays in steps.arrays_of(held):
         if sample_id in keys and keys[sample_id] not in writer.log.members:
             writer.append_steps(sample_id, keys[sample_id], arrays)
+
+
+def _check_ended(reader: RunReader) -> None:
+    """Refuse a run that was stopped: what is made of it would look as if every sample and control were there.
+
+    Rows cannot tell, since a task may have fewer samples than were asked for.
+    """
+    if reader.summary is None:
+        raise BrokenRun(
+            f"{reader.folder} did not come to its end",
+            why=f"it is {reader.status}: samples or controls are missing",
+            fix="finish it: the command that began it with --resume",
+            id="RCQ-RUN-08",
+        )
+
+
+def _check_shards(specs: Sequence[RunSpec]) -> None:
+    """Refuse anything but the shards 1/N to N/N of one run, each once."""
+    places = [spec.shard_place for spec in specs]
+    count = places[0][1]
+    names = [spec.shard or "the whole run" for spec in specs]
+    if any(place[1] != count for place in places):
+        what = f"{len(specs)} runs are not shards of one run"
+        raise NotComparable(what, why=f"they are {', '.join(names)}", id="RCQ-CMP-04")
+    twice = next((name for i, name in enumerate(names) if places[i] in places[:i]), None)
+    if twice is not None:
+        raise SpecError(f"--merge got {twice} twice", fix="name each shard once", id="RCQ-USE-12")
+    missing = [f"{number}/{count}" for number in range(1, count + 1) if (number, count) not in places]
+    if missing:
+        raise BrokenRun(
+            f"{len(missing)} of {count} shards are missing",
+            why=f"no run of {', '.join(missing)} was given",
+            fix="name the run of every shard",
+            id="RCQ-RUN-05",
+        )
 
 
 def _hashes(reader: RunReader) -> tuple[str, str]:

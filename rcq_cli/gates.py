@@ -18,11 +18,13 @@ from rcq_cli.expressions import (
     parse_gate,
 )
 from rcq_cli.pairing import cell_name
+from rcq_cli.registry import did_you_mean
 
 __all__ = [
     "GateExpression",
     "GateReport",
     "GateResult",
+    "check_expectations",
     "check_gates",
     "evaluate_gates",
     "exit_code",
@@ -56,6 +58,20 @@ def parse_expectations(texts: Sequence[str]) -> dict[str, str]:
             raise SpecError(f"--expect {text!r} is not MODE=fail or MODE=pass", id="RCQ-USE-24")
         expected[mode] = outcome
     return expected
+
+
+def check_expectations(expected: Mapping[str, str], candidates: Iterable[str]) -> None:
+    """Refuse an expectation of what is no candidate; those rcq has by itself may find none.
+
+    Raises `SpecError` with the nearest name, as for a gate that is never evaluated.
+    """
+    labels = tuple(dict.fromkeys(candidates))
+    names = tuple(dict.fromkeys((*labels, *map(_mode_name, labels))))
+    for mode, outcome in expected.items():
+        if mode not in names and mode not in EXPECTED:
+            hint = did_you_mean(mode, (*names, *EXPECTED))
+            what = f"--expect {mode}={outcome}: no mode {mode!r} is compared with the reference"
+            raise SpecError(what, fix=f"{hint}allowed: {', '.join(names)}", id="RCQ-USE-24")
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------
@@ -133,7 +149,11 @@ def evaluate_gates(
 
 def expectation(mode: str, expected: Mapping[str, str]) -> str | None:
     """Return what is expected of a mode; `naive:group=32` inherits it from `naive`."""
-    return expected.get(mode, expected.get(mode.partition(":")[0]))
+    return expected.get(mode, expected.get(_mode_name(mode)))
+
+
+def _mode_name(label: str) -> str:
+    return label.partition(":")[0]
 
 
 def _quality_gate(pair: Record, expected: Mapping[str, str], strict: bool) -> GateResult:

@@ -1,7 +1,7 @@
 """From flags, settings file and preset to run specs, with the origin of each value."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,6 +116,7 @@ class _Resolver:
     def plan(self) -> Plan:
         self._choose_preset()
         labels = [self._mode(label) for label in self._labels()]
+        _check_different(labels)
         batches = []
         for name in _listed(self.pick("tasks").value, "tasks"):
             entry, task, part = _task(name)
@@ -160,14 +161,7 @@ class _Resolver:
         if self.command != "compare":
             label = Chosen(self.flags.modes[0], "flag") if self.flags.modes else self.pick("mode")
             return [str(label.value)]
-        labels = _listed(self.pick("modes").value or (), "modes")
-        names = [":".join(filter(None, (MODES.resolve(name), rest))) for name, _, rest in map(_cut, labels)]
-        twice = [name for i, name in enumerate(names) if name in names[:i]]
-        if twice:
-            raise SpecError(
-                f"mode {twice[0]!r} is compared with itself", fix="name each mode once", id="RCQ-USE-09"
-            )
-        return labels
+        return _listed(self.pick("modes").value or (), "modes")
 
     def _mode(self, label: str) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Return the label with the full name, every option of the mode, and the origin of those given."""
@@ -331,6 +325,20 @@ def _task(name: str) -> tuple[str, Task, str]:
             f"task {entry} has no part {part!r}", fix=did_you_mean(part, parts) + known, id="RCQ-USE-01"
         )
     return entry, task, part
+
+
+def _check_different(modes: Sequence[tuple[str, Mapping[str, Any], Any]]) -> None:
+    """Refuse a mode that stands twice, however its options are spelled or left at their defaults."""
+    seen: list[tuple[str, Mapping[str, Any]]] = []
+    for label, options, _ in modes:
+        mode = _cut(label)[0], options
+        if mode in seen:
+            same = modes[seen.index(mode)][0]
+            why = "" if same == label else f"with these options it is {same!r}"
+            raise SpecError(
+                f"mode {label!r} is compared with itself", why, "name each mode once", "RCQ-USE-09"
+            )
+        seen.append(mode)
 
 
 def _check_modes(task: Any, labels: Iterable[tuple[str, Any, Any]]) -> None:

@@ -105,17 +105,20 @@ class RunSpec:
         title = self.task_title.partition("/")[0]
         return f"{title}/{part}" if part else title
 
+    @property
+    def shard_place(self) -> tuple[int, int]:
+        """Number and count of this run's shard; 1 of 1 for a whole run."""
+        return (1, 1) if self.shard is None else _shard(self.shard)
+
     def takes(self, index: int) -> bool:
         """Say whether sample `index` belongs to this run's shard."""
-        if self.shard is None:
-            return True
-        number, count = _shard(self.shard)
+        number, count = self.shard_place
         return index % count == number - 1
 
     @property
     def taken(self) -> int:
         """How many of the `samples` belong to this run's shard."""
-        number, count = _shard(self.shard) if self.shard is not None else (1, 1)
+        number, count = self.shard_place
         return max(0, -(-(self.samples - number + 1) // count))
 
     def digest(self) -> str:

@@ -17,7 +17,9 @@ MID_P = "mid-p"
 FLOOR = 0.20
 """A reference score below this leaves nothing to lose: the cell is uninformative."""
 
-_AFFORDABLE = 10
+_AFFORDABLE = 1100
+"""Samples of a cell that anyone can be asked for: twice those of a release (550), the most that power is
+tabulated for. A flip rate that still decides nothing there is a fault of the task."""
 _DECIDED_LABELS = ("worse but within margin", "better")
 
 
@@ -125,7 +127,8 @@ def _undecided_text(pair: Pair, gain: float, low: float, high: float) -> str:
         f"the {level:g} % interval [{lower:+.3f}, {upper:+.3f}] does not exclude a loss of {_limit(pair):.3g}"
     )
     needed = _needed_n(pair, gain, low, high)
-    if needed is None or needed > _AFFORDABLE * pair["n"]:
+    # a task that ran more than a release, such as a mean over many parts, can be doubled like any other
+    if needed is None or needed > max(_AFFORDABLE, 2 * pair["n"]):
         rate = "" if pair["flip_rate"] is None else f" at a flip rate of {pair['flip_rate']:.2f}"
         return f"{what}; no affordable n decides{rate}: fix the task (controls, easier prompts) instead"
     if needed <= pair["n"]:

@@ -117,7 +117,8 @@ def labelled(readers: Sequence[RunReader]) -> list[Arm]:
 def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
     """Judge each group of runs against its first one.
 
-    Raises `NotComparable` when no pair of runs may be compared and `BrokenRun` for a run that never began.
+    Raises `NotComparable` when no pair of runs may be compared, `BrokenRun` for a run that never began and
+    `SpecError` for an expectation of what is no candidate.
     """
     from rcq_cli.commands import _against
 
@@ -129,6 +130,8 @@ def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
     clocks: Clocks = {}
     warnings: list[str] = []
     _against.check_noise(groups, rules)
+    candidates = [arm.label for group in groups for arm in labelled(group)[1:]]
+    gates.check_expectations(rules.expected, candidates)
     for group in groups:
         arms = labelled(group)
         rows = {arm.label: _rows(arm) for arm in arms}

@@ -10,8 +10,9 @@ from rcq_cli.shell import SCHEMA, Result, Shell
 from rcq_cli.table import MISSING, Cell, Column, Table, binary_bytes, duration, tokens
 
 if TYPE_CHECKING:
+    from rcq_cli.engine.decoder import Engine
     from rcq_cli.presets import Batch, Plan
-    from rcq_cli.protocols import Loaded, Sample
+    from rcq_cli.protocols import Decoded, Loaded, Mode, Sample
     from rcq_cli.spec import RunSpec
 
 Json = Any
@@ -77,30 +78,40 @@ def _tried(batch: Batch, loads: Loads) -> tuple[dict[str, list[Trial]], str]:
 
 def _trials(batch: Batch, ctx: int, loads: Loads) -> dict[str, list[Trial]]:
     from rcq_cli.engine.decoder import Engine
-    from rcq_cli.options import parse_options
-    from rcq_cli.presets import MODES
+    from rcq_cli.run import modes_of
 
     spec = batch[0]
     loaded = _loaded(spec, loads)
     engine = Engine(loaded, backend=spec.backend)
-    trials: dict[str, list[Trial]] = {one.mode: [] for one in batch}
-    modes: dict[str, tuple[Json, Json]] = {}
-    for one in batch:
-        mode = MODES.load(one.mode_name)
-        noun = f"option of mode {one.mode_name}"
-        modes[one.mode] = mode, parse_options(mode.Options, one.mode_options, noun)
-    for size in dict.fromkeys((min(ctx, PROBE_TOKENS), min(ctx, 2 * PROBE_TOKENS))):
-        sample = _sample(spec, size, loaded)
-        prefill = engine.prefill(sample.prompt_ids[: sample.context_len], list(modes.values()))
-        for one in batch:
-            mode, options = modes[one.mode]
-            done = engine.decode(prefill, sample, mode, options, audit=one.audit)
-            # the first mode of a batch pays for the prefill that all of them share
-            spent = sum(done.step_ns) + done.selection_ns + (done.prefill_ns if one is spec else 0)
-            held = done.bytes
-            assert held is not None  # every model holds a cache
-            trials[one.mode].append(Trial(size, held.device, held.host, held.dense_equivalent, spent / 1e9))
-    return trials
+    sizes = tuple(dict.fromkeys(min(ctx, size) for size in (PROBE_TOKENS, 2 * PROBE_TOKENS)))
+    samples = [_sample(spec, size, loaded) for size in sizes]
+    modes = modes_of(batch)
+    # kernels are compiled at their first use, in seconds that no later sample takes
+    _answered(engine, samples[-1], batch, modes)
+    answers = [_answered(engine, sample, batch, modes) for sample in samples]
+    return {
+        one.mode: [_trial(size, done[i], prefills=i == 0) for size, done in zip(sizes, answers, strict=True)]
+        for i, one in enumerate(batch)
+    }
+
+
+def _answered(
+    engine: Engine, sample: Sample, batch: Batch, modes: Sequence[tuple[Mode, Json]]
+) -> list[Decoded]:
+    """Answer a sample under every mode of a batch, on one prefill."""
+    prefill = engine.prefill(sample.prompt_ids[: sample.context_len], modes)
+    return [
+        engine.decode(prefill, sample, mode, options, audit=spec.audit)
+        for spec, (mode, options) in zip(batch, modes, strict=True)
+    ]
+
+
+def _trial(size: int, done: Decoded, *, prefills: bool) -> Trial:
+    """Return what an answer took; the first mode of a batch pays for the prefill that all of them share."""
+    spent = sum(done.step_ns) + done.selection_ns + (done.prefill_ns if prefills else 0)
+    held = done.bytes
+    assert held is not None  # every model holds a cache
+    return Trial(size, held.device, held.host, held.dense_equivalent, spent / 1e9)
 
 
 def _loaded(spec: RunSpec, loads: Loads) -> Loaded:
@@ -125,13 +136,16 @@ def _sample(spec: RunSpec, size: int, loaded: Loaded) -> Sample:
 
 
 def extended(trials: Sequence[Trial], name: str, ctx: int) -> float:
-    """Return a figure of the trials at `ctx` tokens, on the line through them."""
+    """Return a figure of the trials at `ctx` tokens, on the line through them.
+
+    A line that falls is noise, since a longer context takes no less: the last trial's figure stands then.
+    """
     last = trials[-1]
     value = float(getattr(last, name))
     if len(trials) < 2 or last.tokens == trials[0].tokens:
         return value
     slope = (value - getattr(trials[0], name)) / (last.tokens - trials[0].tokens)
-    return max(value + slope * (ctx - last.tokens), 0.0)
+    return value + max(slope, 0.0) * (ctx - last.tokens)
 
 
 def _expected(
@@ -164,7 +178,10 @@ def _table(runs: Sequence[Mapping[str, Json]], plan: Plan) -> Table:
     known = [run["seconds"] for run in runs if run["seconds"] is not None]
     notes = [*plan.notes, *dict.fromkeys(run["status"] for run in runs if run["status"] != "estimated")]
     if known:
-        notes.append(f"about {duration(sum(known))} in all for the samples; controls and loading come on top")
+        notes.append(
+            f"about {duration(sum(known))} in all for the samples; "
+            "controls, loading and compiling come on top"
+        )
         notes.append(
             f"extended from one sample of {PROBE_TOKENS} and one of {2 * PROBE_TOKENS} tokens per mode"
         )

@@ -245,7 +245,7 @@ def _rules(given: dict[str, Json]) -> Rules:
 
 
 def _check_gates(plan: Plan, rules: Rules) -> None:
-    """Refuse a gate that no cell of the plan can meet, before anything runs."""
+    """Refuse a gate that no cell of the plan can meet and an expectation of no arm, before anything runs."""
     from rcq_cli import gates
     from rcq_cli.presets import TASKS
 
@@ -256,6 +256,7 @@ def _check_gates(plan: Plan, rules: Rules) -> None:
         cells += [(spec.cell_task(part), spec.ctx) for part in parts]
     # further metrics of a task are known only from its scores: here each gate's own metric counts as known
     gates.check_gates(rules.fail_on, cells, [gate.metric for gate in rules.fail_on])
+    gates.check_expectations(rules.expected, [spec.mode for batch in plan.batches for spec in batch[1:]])
 
 
 def _judge(

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rcq_cli.commands import _run
 from rcq_cli.commands._dry_run import Trial, extended
+from rcq_cli.engine.decoder import Engine
 from rcq_cli.progress import Progress
 from tests.unit.stored_runs import ask, stored_run
 
@@ -265,6 +267,26 @@ def test_figures_are_extended_on_the_line_through_two_trials():
     assert extended(trials, "host", 65536) == 10
     assert extended(trials, "seconds", 4096) == 2.5
     assert extended(trials[:1], "device", 4096) == 300
+
+
+def test_a_line_that_falls_is_noise_and_never_leads_below_the_last_trial():
+    trials = [Trial(1024, 300, 10, 500, 1.0), Trial(2048, 500, 10, 1000, 0.75)]
+    assert extended(trials, "seconds", 65536) == 0.75
+
+
+def test_a_dry_run_leaves_out_what_only_the_first_answer_takes(tmp_path, capsys, monkeypatch):
+    decode, seconds = Engine.decode, iter((60.0, 1.0, 1.5))
+
+    def timed(*args, **more):
+        done = decode(*args, **more)
+        return replace(done, step_ns=(int(next(seconds) * 1e9),), selection_ns=0, prefill_ns=0)
+
+    monkeypatch.setattr(Engine, "decode", timed)
+    argv = ("--ctx", "4k", "--samples", "3", "--mode", "dense", "--dry-run", "--json")
+    code, out, _ = ask(capsys, "eval", *argv, "--out", str(tmp_path))
+    (entry,) = json.loads(out)["runs"]
+    # 1 s at 1024 tokens and 1.5 s at 2048 are 2.5 s at 4096
+    assert (code, entry["seconds"], entry["status"]) == (0, 3 * 2.5, "estimated")
 
 
 def test_a_dry_run_writes_nothing_and_shows_the_matrix(tmp_path, capsys):

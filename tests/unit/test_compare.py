@@ -324,6 +324,8 @@ def test_two_runs_of_one_mode_are_told_apart(tmp_path, capsys):
         ["{run}", "{other}", "--cluster", "some"],
         ["{run}", "{other}", "--interval", "wilson"],
         ["{run}", "{other}", "--expect", "naive=maybe"],
+        ["{run}", "{other}", "--expect", "naiv=fail"],
+        ["dense", "certified", "--expect", "kivi=fail"],
         ["dense", "certified", "--fail-on", "ruler.accuracy.upper < 0"],
     ],
 )

@@ -6,7 +6,14 @@ import json
 import pytest
 
 from rcq_cli.errors import SpecError
-from rcq_cli.gates import check_gates, evaluate_gates, exit_code, parse_expectations, parse_gate
+from rcq_cli.gates import (
+    check_expectations,
+    check_gates,
+    evaluate_gates,
+    exit_code,
+    parse_expectations,
+    parse_gate,
+)
 from rcq_cli.judge import judge
 from rcq_cli.pairing import PairSpec
 
@@ -127,6 +134,17 @@ def test_expectations_can_be_named_and_lifted():
     for wrong in ("kivi", "=fail", "kivi=lose"):
         with pytest.raises(SpecError):
             parse_expectations([wrong])
+
+
+def test_an_expectation_of_what_is_not_compared_is_refused_with_the_nearest_name():
+    arms = ("naive:group=32", "kivi")
+    for known in ("naive=fail", "naive:group=32=pass", "kivi=fail"):
+        check_expectations(parse_expectations([known]), arms)
+    for wrong, nearest in (("naiv", "naive"), ("kiwi", "kivi"), ("kivi:group=32", "naive:group=32")):
+        with pytest.raises(SpecError, match=f"no mode '{wrong}' .* did you mean '{nearest}'"):
+            check_expectations(parse_expectations([f"{wrong}=fail"]), arms)
+    # what rcq expects by itself may be lifted in every comparison
+    check_expectations(parse_expectations(["naive=pass"]), ("certified",))
 
 
 def test_violations_are_4_also_in_an_arm_that_may_fail():

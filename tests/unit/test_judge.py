@@ -276,6 +276,29 @@ def test_an_inconclusive_cell_names_a_size_that_would_decide():
     assert "fix the task" in recommended
 
 
+@pytest.mark.parametrize(
+    ("cells", "margin", "size"),
+    [
+        # without a flip: n0 of statistics.md section 7
+        ((2, 0, 0, 0), 0.15, 22),
+        ((2, 0, 0, 0), 0.05, 73),
+        ((5, 0, 0, 0), 0.02, 189),
+        ((5, 0, 0, 0), 0.01, 381),
+    ],
+)
+def test_few_samples_do_not_make_the_size_that_decides_unaffordable(cells, margin, size):
+    reasons = judge_cell(spec(margin=margin), *table(*cells))["reasons"]
+    assert any(f"about {size} samples like these would decide" in reason for reason in reasons)
+    assert not any("affordable" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("times", [1, 10])
+def test_whether_a_size_is_affordable_does_not_depend_on_how_many_samples_were_run(times):
+    # z^2 * flip rate / margin^2 = 3073 is more than twice a release
+    reasons = judge_cell(spec(margin=0.02), *table(*(times * count for count in (23, 16, 16, 45))))["reasons"]
+    assert any("no affordable n decides at a flip rate of 0.32" in reason for reason in reasons)
+
+
 def test_mde_uses_the_observed_gains():
     assert judge_cell(spec(), *table(105, 0, 0, 5))["mde"] == pytest.approx(0.071, abs=0.00055)
     assert judge_cell(spec(), *table(90, 2, 1, 7))["mde"] == pytest.approx(0.096, abs=0.00055)

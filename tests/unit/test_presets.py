@@ -149,11 +149,25 @@ def test_batches_differ_in_mode_only():
     [
         (("dense", "dense"), "compared with itself"),
         (("certified:eps=0.1", "certified:eps=0.1"), "compared with itself"),
+        (
+            ("dense", "certified:eps=0.1", "certified:eps=1e-1"),
+            "compared with itself; .* 'certified:eps=0.1'",
+        ),
+        (("dense", "certified:eps=0.1,block=32", "certified:block=32,eps=0.1"), "compared with itself"),
     ],
 )
 def test_a_mode_is_not_compared_with_itself(modes, message):
     with pytest.raises(SpecError, match=message):
         plan("compare", modes=modes)
+
+
+def test_a_default_that_is_written_out_makes_no_other_mode():
+    written = f"certified:eps={presets.MODES.load('certified').Options().eps}"
+    with pytest.raises(SpecError, match=rf"mode '{written}' is compared with itself; .* 'certified'"):
+        plan("compare", modes=("dense", "certified", written))
+    with pytest.raises(SpecError, match="compared with itself"):
+        plan("compare", modes=("certified:eps=0.2", "certified"), mode_options=("eps=0.2",))
+    assert len(plan("compare", modes=("certified", written), mode_options=("eps=0.2",)).batches[0]) == 2
 
 
 def test_a_mode_may_stand_twice_with_other_options():

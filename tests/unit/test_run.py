@@ -438,6 +438,66 @@ def test_runs_of_different_settings_do_not_merge(tmp_path):
         merge(folders[:1], tmp_path)
 
 
+def shards_of(out, count, *numbers):
+    """Folders of the shards `numbers` of `count`."""
+    return execute(out, Engine(), *(batch("dense", shard=f"{i}/{count}") for i in numbers))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "raised", "message"),
+    [
+        ((1, 1), SpecError, "got 1/3 twice"),
+        ((1, 2, 3, 2), SpecError, "got 2/3 twice"),
+        ((3, 1), BrokenRun, "1 of 3 shards are missing; no run of 2/3 was given"),
+    ],
+)
+def test_shards_merge_only_when_each_is_there_once(tmp_path, numbers, raised, message):
+    folders = shards_of(tmp_path / "shards", 3, *sorted(set(numbers)))
+    named = dict(zip(sorted(set(numbers)), folders, strict=True))
+    with pytest.raises(raised, match=message):
+        merge([named[number] for number in numbers], tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_run_divided_in_two_ways_does_not_merge(tmp_path):
+    folders = [*shards_of(tmp_path, 2, 1), *shards_of(tmp_path, 4, 2)]
+    with pytest.raises(NotComparable, match="they are 1/2, 2/4"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_a_whole_run_is_no_shard(tmp_path):
+    folders = execute(tmp_path, Engine(), batch("dense"), batch("dense"))
+    with pytest.raises(SpecError, match="the whole run twice"):
+        merge(folders, tmp_path / "merged")
+
+
+def stopped_at(sample_id):
+    """An engine that is stopped by the user at that sample."""
+    return Engine(lambda _mode, sample: KeyboardInterrupt() if sample.sample_id == sample_id else "right")
+
+
+@pytest.mark.parametrize("sample_id", ["stub/32/3", "stub/32/no-needle/0"])
+def test_nothing_is_made_of_a_run_that_was_stopped(tmp_path, sample_id):
+    with pytest.raises(KeyboardInterrupt):
+        execute(tmp_path / "runs", stopped_at(sample_id), batch("dense", shard="2/2"))
+    (stopped,) = (tmp_path / "runs").iterdir()
+    (other,) = shards_of(tmp_path / "runs", 2, 1)
+    for make in (lambda out: rescore(stopped, out), lambda out: merge([other, stopped], out)):
+        with pytest.raises(BrokenRun, match=r"did not come to its end; it is interrupted.*--resume"):
+            make(tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+    finished = execute(tmp_path / "runs", Engine(), batch("dense", shard="2/2"), resume=True)
+    assert RunReader(merge([other, *finished], tmp_path / "made")).status == "complete"
+
+
+def test_a_shard_without_samples_and_one_with_a_failed_sample_can_be_merged(tmp_path):
+    shards = [batch("dense", samples=2, shard=f"{i}/3") for i in (1, 2, 3)]
+    folders = execute(tmp_path, Engine(lambda _, s: NAN if s.index == 1 else "right"), *shards)
+    merged = RunReader(merge(folders, tmp_path / "merged"))
+    assert (merged.status, merged.cells()[0]["n"], merged.cells()[0]["errors"]) == ("error", 1, 1)
+    assert kinds(merged.summary) == {"sample_errors": 6}
+
+
 def test_stored_answers_are_scored_by_the_task_of_today(tmp_path, task):
     (folder,) = execute(tmp_path, Engine(lambda _, s: NAN if s.index == 4 else "right"), batch("certified"))
     task.metric = "exact@2"
