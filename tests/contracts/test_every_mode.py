@@ -22,9 +22,7 @@ every_mode = pytest.mark.parametrize("mode", MODES.names())
 
 
 def make(mode, hq=4, hkv=2, dim=32, dtype=torch.float32, backend="reference", **more) -> LayerCache:
-    return LayerCache(
-        mode, query_heads=hq, kv_heads=hkv, head_dim=dim, dtype=dtype, backend=backend, **more
-    )
+    return LayerCache(mode, query_heads=hq, kv_heads=hkv, head_dim=dim, dtype=dtype, backend=backend, **more)
 
 
 def rows(*shape, seed=0, dtype=torch.float32) -> torch.Tensor:
