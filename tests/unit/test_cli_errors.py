@@ -253,6 +253,41 @@ def test_a_target_that_cannot_be_written_is_refused_before_any_work(tmp_path):
         write_file(tmp_path / "none" / "out.json", "{}")
 
 
+FILE_OPTIONS = [
+    ("modes", "--json"),
+    ("eval", "--json"),
+    ("compare", "--json"),
+    ("profile", "--json"),
+    ("trace", "--json"),
+    ("doctor", "--json"),
+    ("compare", "--junit"),
+    ("compare", "--code-quality"),
+    ("compare", "--baseline"),
+    ("report", "-o"),
+]
+
+
+@pytest.mark.parametrize("target", ["", " ", ".", "..", "/", "/proc/out.json", "/no/such/folder/out.json"])
+@pytest.mark.parametrize(("command", "option"), FILE_OPTIONS)
+def test_a_place_that_is_no_file_is_a_usage_error_of_one_line(command, option, target, capsys):
+    more = ("--update-baseline",) if option == "--baseline" else ()
+    code, out, err = call(command, option, target, *more, capsys=capsys)
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert option in err
+    assert repr(target) in err
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_target(str(pipe))
+    write_file(pipe, "{}")
+    assert os.read(reader, 10) == b"{}"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
 def test_the_resume_command_can_be_pasted():
     shell = Shell(("eval", "--fresh", "--model", "my model", "-O", "eps=0.02"))
     assert shell.resume_command() == "rcq eval --model 'my model' -O eps=0.02 --resume"
