@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rcq_cli import errors
+from rcq_cli.app import Commands
 from rcq_cli.errors import BrokenRun, CertificateViolated, NotComparable, SpecError, UnsupportedHere
 from rcq_cli.main import run, with_bare_values
 from rcq_cli.shell import Interrupted, Result, Shell, check_target, write_file
@@ -251,6 +252,33 @@ def test_a_target_that_cannot_be_written_is_refused_before_any_work(tmp_path):
     check_target(None)
     with pytest.raises(SpecError):
         write_file(tmp_path / "none" / "out.json", "{}")
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("name", ["eval", "compare", "profile", "trace", "report", "modes", "models"])
+def test_an_empty_value_never_means_the_default(name, blank, capsys):
+    for param in Commands().get_command(None, name).params:
+        option = param.param_type_name == "option"
+        if option and param.is_flag:
+            continue
+        given = (param.opts[0], blank) if option else (blank,)
+        code, out, err = call(name, *given, capsys=capsys)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), given
+        assert repr(blank) in err, given
+
+
+@pytest.mark.parametrize("command", ["eval", "compare", "profile", "trace"])
+@pytest.mark.parametrize("flag", ["--task", "--ctx"])
+@pytest.mark.parametrize("value", [",", "4k,", ",niah", "niah,,ppl"])
+def test_an_empty_entry_of_a_list_is_refused(command, flag, value, capsys):
+    code, out, err = call(command, flag, value, capsys=capsys)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{flag} {value!r}" in err
+
+
+def test_an_empty_value_gives_one_document_under_json(capsys):
+    code, out, _ = call("eval", "--model", "", "--json", capsys=capsys)
+    assert (code, json.loads(out)["error"]["what"]) == (2, "--model '' is empty")
 
 
 FILE_OPTIONS = [
