@@ -109,7 +109,7 @@ JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="[PATH]", help="The JSON document to PATH; without one to stdout, alone."),
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="The result only.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="The result only; warnings and errors stay.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More on stderr: where each value came from.")]
 
 FLAG_NAMES = (

@@ -329,6 +329,11 @@ def test_quiet_drops_notes_but_no_warning():
     assert shell.stderr.getvalue() == "warning: a warning\n"
 
 
+def test_the_help_says_what_quiet_leaves(capsys):
+    _, out, _ = call("compare", "--help", capsys=capsys)
+    assert "warnings and errors stay" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     "argv", [["--help"], ["eval", "--help"], ["modes"], ["modes", "--json"], ["doctor", "--help"]]
 )
