@@ -65,7 +65,7 @@ class LayerCache:
     ) -> None:
         entry = MODES.load(mode)
         _check_heads(query_heads, kv_heads, head_dim)
-        if dtype not in DTYPES:
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise SpecError(
                 f"dtype={dtype} is not allowed", fix="allowed: torch.float32, torch.bfloat16, torch.float16"
             )
@@ -192,12 +192,18 @@ def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
     try:
-        if isinstance(scale, int | float) and math.isfinite(scale):
+        if isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale):
             return float(scale)
     except OverflowError:  # an integer beyond the largest float
         pass
-    shown = f"{scale!r:.40}" if not isinstance(scale, int) else f"an integer of {scale.bit_length()} bits"
-    raise SpecError(f"scale={shown} is not allowed", fix="give a finite number or None")
+    raise SpecError(f"scale={_shown(scale)} is not allowed", fix="give a finite number or None")
+
+
+def _shown(value: Any) -> str:
+    """Return what came, in a length that fits a line; Python writes out no integer of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.40}"
 
 
 def _check_rotation(rotation: Any, head_dim: int) -> None:
@@ -217,7 +223,7 @@ def _device(name: Any) -> str:
     """Return the device as torch names it; raise `SpecError` or, for an absent one, `UnsupportedHere`."""
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise SpecError(f"device={name!r} is not allowed", fix="allowed: cpu, cuda, cuda:0, ...") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise UnsupportedHere(
@@ -228,8 +234,10 @@ def _device(name: Any) -> str:
 
 def _check_heads(query_heads: int, kv_heads: int, head_dim: int) -> None:
     for name, value in (("query_heads", query_heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
-        if not isinstance(value, int) or value < 1:
-            raise SpecError(f"{name}={value!r} is not allowed", fix="give a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise SpecError(
+                f"{name}={_shown(value)} is not allowed", fix="give an integer from 1 to 2^31 - 1"
+            )
     if query_heads % kv_heads:
         raise SpecError(f"query_heads={query_heads} is no multiple of kv_heads={kv_heads}")
     if head_dim % 16:

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from rcq_cli.errors import SpecError
 from rcq_cli.main import COMMANDS, EPILOG, SUMMARY, command_names, summary_of, unknown_command
+
+
+class Command(TyperCommand):
+    """A command that refuses an empty value, which an unset variable leaves behind, before it runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command unless a flag or an argument is blank: a blank must not mean the default."""
+        for param in self.params:
+            value = ctx.params.get(param.name)
+            if any(isinstance(text, str) and not text.strip() for text in _texts(value)):
+                _take_output_flags(ctx)
+                raise _blank(param, value)
+        return super().invoke(ctx)
+
+
+def _texts(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _take_output_flags(ctx: Any) -> None:
+    """Let the shell know `--json`, so that the refusal is a document where one was asked for."""
+    given = ctx.params
+    ctx.obj.parsed(ctx.info_name, format=given.get("format", "table"), json_target=given.get("json"))
+
+
+def _blank(param: Any, value: Any) -> SpecError:
+    """Return the error for a parameter that is blank, or has a blank entry."""
+    name = param.opts[-1] if param.param_type_name == "option" else "argument"
+    shown = next(text for text in _texts(value) if not text.strip())
+    return SpecError(f"{name} {shown!r} is empty", fix="give a value, or leave it out", id="RCQ-USE-02")
 
 
 class Commands(TyperGroup):
@@ -22,7 +54,7 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS.names():
             return None
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, epilog=EPILOG)(COMMANDS.load(cmd_name))
+        single.command(cmd_name, cls=Command, epilog=EPILOG)(COMMANDS.load(cmd_name))
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

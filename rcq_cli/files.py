@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,15 @@ def disk(path: Path) -> Iterator[None]:
         why = error.strerror or str(error)
         fix = "every finished sample is on disk: free space or mend the folder, then --resume"
         raise BrokenRun(f"cannot write {path}", why=why, fix=fix, id="RCQ-RUN-01") from error
+
+
+def unwritable(folder: Path) -> OSError | None:
+    """Return why no file can be made in `folder`, found by making one; None when it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

@@ -182,7 +182,8 @@ def _read_int(value: Any) -> tuple[bool, int]:
     if isinstance(value, bool) or not isinstance(value, int | str):
         return False, 0
     try:
-        return True, int(value)
+        number = int(value)
+        return abs(number) < 2**63, number
     except ValueError:
         pass
     try:
@@ -196,7 +197,7 @@ def _read_float(value: Any) -> tuple[bool, float]:
         return False, 0.0
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False, 0.0
     return math.isfinite(number), number
 

@@ -31,6 +31,9 @@ class Registry(Generic[T]):
     def resolve(self, name: str) -> str:
         """Return the full name for `name` or a unique leading part of one; raise `UnknownEntry` otherwise."""
         names = self.names()
+        if not isinstance(name, str):  # the Python API takes what it is given
+            what = f"{self.noun}={name!r} is no name"
+            raise UnknownEntry(what, fix=f"known: {', '.join(names)}", id="RCQ-USE-01")
         if name in names:
             return name
         leading = [entry for entry in names if name and entry.startswith(name)]

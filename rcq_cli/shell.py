@@ -107,6 +107,7 @@ class Shell:
     ) -> None:
         """Take over the output flags of a command; raise `SpecError` for a bad or a contradictory one."""
         self.command, self.quiet, self.verbose = command, quiet, verbose
+        check_target(json_target)  # first of all: where it cannot be written no error can be, either
         self.json_target = "-" if format == "json" and json_target is None else json_target
         if format not in FORMATS:
             hint = did_you_mean(format, FORMATS)
@@ -119,7 +120,6 @@ class Shell:
                 fix="give --json a PATH, or one of the two",
                 id="RCQ-USE-02",
             )
-        check_target(json_target)
         self.format = "json" if self.json_target == "-" else format
         if self.format == "json" and self.json_target not in (None, "-"):
             raise SpecError(
@@ -259,9 +259,15 @@ class Shell:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 by temp and rename; raise `SpecError` when the place is not writable."""
+    """Write `text` as UTF-8 by temp and rename; raise `SpecError` when the place is not writable.
+
+    A device or a pipe is written to: a rename would put a file in its place.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if _is_special(path):
+            path.write_text(text, encoding="utf-8", newline="\n")
+            return
         draft.write_text(text, encoding="utf-8", newline="\n")
         draft.replace(path)
     except OSError as error:
@@ -276,12 +282,33 @@ def write_file(path: Path, text: str) -> None:
 
 def check_target(path: str | None, flag: str = "--json") -> None:
     """Raise `SpecError` when the file `flag` names cannot be written, before any work is done."""
-    if path in (None, "-"):
+    if path is None or path == "-":
         return
-    folder = Path(str(path)).resolve().parent
-    if not folder.is_dir() or Path(str(path)).is_dir():
-        what = "is a folder" if Path(str(path)).is_dir() else f"lies in {str(folder)!r}, which does not exist"
+    what = _refusal(path)
+    if what:
         raise SpecError(f"{flag} {path!r} {what}", fix="give a file in a folder that exists", id="RCQ-USE-02")
+
+
+def _refusal(name: str) -> str:
+    """Return why the file `name` cannot be written, nothing when it can."""
+    path = Path(name)
+    if not name.strip():
+        return "names no file"
+    if path.is_dir():
+        return "is a folder"
+    if not path.parent.is_dir():
+        return f"lies in {str(path.parent)!r}, which is no folder"
+    if _is_special(path):
+        return ""
+    from rcq_cli.files import unwritable
+
+    error = unwritable(path.parent)
+    return f"cannot be written: {error.strerror}" if error else ""
+
+
+def _is_special(path: Path) -> bool:
+    """Say whether something is there that is neither a file nor a folder."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def tolerant(stream: TextIO) -> None:

@@ -22,6 +22,7 @@ from rcq_cli.files import (
     read_json,
     read_lines,
     replace_with,
+    unwritable,
     write_json,
 )
 from rcq_cli.protocols import StepArrays
@@ -43,14 +44,30 @@ SEALED = (
 COMPLETE, STARTED, ERROR, INTERRUPTED = "complete", "started", "error", "interrupted"
 
 
+def check_out(out: Path) -> None:
+    """Raise `SpecError` when no run folder can be made in `out`, before any work is done; nothing is left.
+
+    A full disk is no fault of the name: it is a `BrokenRun`.
+    """
+    with disk(out):
+        if out.exists() and not out.is_dir():
+            raise SpecError(f"--out {str(out)!r} is a file", fix="name a folder", id="RCQ-USE-11")
+        error = unwritable(next(folder for folder in (out, *out.parents) if folder.exists()))
+        if error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+    if error is not None:
+        what = f"--out {str(out)!r} cannot be written"
+        why = error.strerror or str(error)
+        raise SpecError(what, why, "name a folder that can be made and written", "RCQ-USE-11") from error
+
+
 def new_folder(out: Path, spec: RunSpec, now: datetime | None = None) -> Path:
     """Make `<UTC time>-<task>-<mode>-<digest8>` in `out`, write `spec.json` there and return its path.
 
-    Raises `SpecError` when `out` is a file and `BrokenRun` when it cannot be written.
+    Raises what `check_out` raises, and `BrokenRun` when writing fails in spite of it.
     """
+    check_out(out)
     now = now or datetime.now(UTC)
-    if out.exists() and not out.is_dir():
-        raise SpecError(f"--out {str(out)!r} is a file", fix="name a folder", id="RCQ-USE-11")
     with disk(out):
         out.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".new-", dir=out))

@@ -109,7 +109,7 @@ JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="[PATH]", help="The JSON document to PATH; without one to stdout, alone."),
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="The result only.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="The result only; warnings and errors stay.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More on stderr: where each value came from.")]
 
 FLAG_NAMES = (
@@ -135,10 +135,14 @@ FLAG_NAMES = (
 """Parameters of a command that say what is asked, by the names of `flags_of`."""
 
 
-def words(values: Sequence[str] | None) -> tuple[str, ...]:
-    """Split repeated comma lists into their entries, blanks and repetitions left out."""
-    parts = [part.strip() for value in values or () for part in value.split(",")]
-    return tuple(dict.fromkeys(part for part in parts if part))
+def words(values: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+    """Split repeated comma lists into their entries, repetitions left out; raise `SpecError` for a blank."""
+    parts = {value: [part.strip() for part in value.split(",")] for value in values or ()}
+    blank = next((value for value, found in parts.items() if not all(found)), None)
+    if blank is not None:
+        what = f"{flag} {blank!r} has an empty entry"
+        raise SpecError(what, fix="allowed: one, or several with a comma between them", id="RCQ-USE-02")
+    return tuple(dict.fromkeys(part for found in parts.values() for part in found))
 
 
 def share_of(text: str | None, flag: str) -> float | None:
@@ -192,8 +196,8 @@ def flags_of(modes: tuple[str, ...] = (), **given: Any) -> Flags:
     return Flags(
         modes=modes,
         model=given.get("model"),
-        tasks=words(given.get("task")),
-        ctx=words(given.get("ctx")),
+        tasks=words(given.get("task"), "--task"),
+        ctx=words(given.get("ctx"), "--ctx"),
         samples=whole(given.get("samples"), "--samples", 1),
         seed=whole(given.get("seed"), "--seed", 0),
         backend=given.get("backend"),

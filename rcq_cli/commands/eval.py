@@ -99,7 +99,7 @@ def _from_runs(
     if merge and rescore:
         raise SpecError("--merge and --rescore are two things", fix="merge first", id="RCQ-USE-02")
     out = asked.pop("out", None)
-    named = o.words(asked.pop("task", None)) if rescore else ()
+    named = o.words(asked.pop("task", None), "--task") if rescore else ()
     o.refuse_work({**asked, **({"mode": mode} if mode else {})}, "with --merge and --rescore")
     place = resolve("eval", o.flags_of(out=out)).out
     if merge:

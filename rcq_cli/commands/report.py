@@ -37,12 +37,14 @@ def command(
     """
     shell = o.shell_of(context)
     shell.parsed("report", json_target=json, quiet=quiet)
-    target = _target(output)
+    from rcq_cli.shell import check_target, write_file
+
+    check_target(output, "-o")
+    target = Path(output)
     folders, files = _sorted(tuple(sources or ()))
     from rcq_cli.commands._run import read_runs
     from rcq_cli.page.content import document
     from rcq_cli.page.page import render
-    from rcq_cli.shell import write_file
 
     readers = sorted(read_runs(folders), key=_order)
     profiles = [cell for file in files for cell in _profiles(file)]
@@ -59,13 +61,6 @@ def command(
     if violated:
         shell.warn("a certificate is violated; the report shows it at the top")
     return 4 if violated else 0
-
-
-def _target(output: str) -> Path:
-    path = Path(output)
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise SpecError(f"cannot write {output!r}", fix="-o FILE in a folder that exists", id="RCQ-USE-02")
-    return path
 
 
 def _sorted(sources: tuple[str, ...]) -> tuple[list[Path], list[Path]]:

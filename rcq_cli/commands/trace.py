@@ -248,9 +248,11 @@ def _diff(shell: Shell, readers: Sequence[RunReader], wanted: Filter) -> int:
 def _export(
     shell: Shell, reader: RunReader, wanted: Filter, kind: str, to: str | None, limits: _Limits
 ) -> int:
+    from rcq_cli.shell import check_target
     from rcq_cli.traces import flat, recorded
 
     o.choose(kind, FORMATS, "--format")
+    check_target(to, "--to")
     samples = recorded(reader, wanted.sample)
     if kind == "perfetto":
         return _export_perfetto(shell, reader, samples, wanted, to, limits)
@@ -279,7 +281,6 @@ def _export_perfetto(
             f"{truncated['reason']} at step {truncated['at_step']}: no slices after it, counters go on"
         )
     if to is not None and to.endswith(".gz"):
-        _check(to)
         perfetto.write(Path(to), document)
         return 0
     _put(shell, to, perfetto.text(document))
@@ -291,7 +292,6 @@ def _export_parquet(shell: Shell, found: Any, to: str | None) -> int:
         raise SpecError(
             "--format parquet needs a file", why="it is no text", fix="--to PATH", id="RCQ-USE-02"
         )
-    _check(to)
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -303,18 +303,10 @@ def _export_parquet(shell: Shell, found: Any, to: str | None) -> int:
     return 0
 
 
-def _check(to: Json) -> None:
-    """Refuse a place that cannot be written before any work is done."""
-    path = Path(str(to))
-    if not path.resolve().parent.is_dir() or path.is_dir():
-        raise SpecError(f"cannot write {to!r}", fix="give a file in a folder that exists", id="RCQ-USE-02")
-
-
 def _put(shell: Shell, to: str | None, text: str) -> None:
     from rcq_cli.shell import write_file
 
     if to in (None, "-"):
         shell.write(text)
     else:
-        _check(to)
         write_file(Path(str(to)), text)

@@ -11,7 +11,7 @@ from rcq_cli.presets import TASKS, Batch
 from rcq_cli.progress import Progress
 from rcq_cli.run import Bench, EngineFor, check, run_batch
 from rcq_cli.spec import RunSpec
-from rcq_cli.store import discard_empty, find_complete, find_unfinished, new_folder
+from rcq_cli.store import check_out, discard_empty, find_complete, find_unfinished, new_folder
 
 
 @dataclass(slots=True)
@@ -66,6 +66,8 @@ class LocalExecutor:
         """
         notes: dict[str, None] = {}
         stored = [[find_complete(out, spec) if resume else None for spec in batch] for batch in batches]
+        if not all(folder for folders in stored for folder in folders):
+            check_out(out)
         for batch, folders in zip(batches, stored, strict=True):
             if not all(folders):
                 progress.doing(f"loading {batch[0].model}" if batch[0].model else "preparing")

@@ -24,17 +24,13 @@ class FolderSource:
         return Availability(True, "found")
 
     def pull(self, reference: str) -> str:
-        """Return what there is to say: a folder is already here."""
+        """Return what there is to say: a folder is already here; raise `SpecError` when it is not."""
+        _existing(reference)
         return f"{reference} is a local folder; nothing to download"
 
     def load(self, reference: str, *, device: str, dtype: str) -> Loaded:
         """Load the model of the folder `reference`; raise `SpecError` when there is none in it."""
-        folder = Path(reference).expanduser()
-        missing = missing_part(folder)
-        if missing:
-            raise SpecError(
-                f"{reference}: {missing}", fix="give a folder with a model in it", id="RCQ-USE-20"
-            )
+        folder = _existing(reference)
         # the path is no part of the identity: the same files elsewhere are the same model
         return load_folder(folder, folder.resolve().name, revision=None, device=device, dtype=dtype)
 
@@ -61,6 +57,15 @@ def weight_files(folder: Path) -> list[Path]:
         if files:
             return files
     return []
+
+
+def _existing(reference: str) -> Path:
+    """Return the folder that `reference` names; raise `SpecError` when no model is in it."""
+    folder = Path(reference).expanduser()
+    missing = missing_part(folder)
+    if missing:
+        raise SpecError(f"{reference}: {missing}", fix="give a folder with a model in it", id="RCQ-USE-20")
+    return folder
 
 
 def missing_part(folder: Path) -> str:

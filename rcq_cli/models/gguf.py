@@ -36,17 +36,22 @@ class GgufSource:
         )
 
     def pull(self, reference: str) -> str:
-        """Return what there is to say: a file is already here."""
+        """Return what there is to say: a file is already here; raise `SpecError` when it is not."""
+        _existing(reference)
         return f"{reference} is a local file; nothing to download"
 
     def load(self, reference: str, *, device: str, dtype: str) -> Loaded:
         """Load the model of the file `reference`; raise `SpecError` when there is no such file."""
-        file = Path(reference).expanduser()
-        if not file.is_file():
-            raise SpecError(
-                f"{reference}: no such file", fix="give the path of a .gguf file", id="RCQ-USE-20"
-            )
+        file = _existing(reference)
         return load_file(file, file.name, revision=None, device=device, dtype=dtype)
+
+
+def _existing(reference: str) -> Path:
+    """Return the file that `reference` names; raise `SpecError` when there is none."""
+    file = Path(reference).expanduser()
+    if not file.is_file():
+        raise SpecError(f"{reference}: no such file", fix="give the path of a .gguf file", id="RCQ-USE-20")
+    return file
 
 
 def load_file(file: Path, name: str, *, revision: str | None, device: str, dtype: str) -> Loaded:

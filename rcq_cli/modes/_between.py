@@ -31,9 +31,7 @@ def glance(cache: GhostStore, query: Tensor) -> Glance:
     """Attend with `[Hkv, R, D]` float64 queries to the blocks at hand and the open tail."""
     blocks = cache.at_hand().nonzero(as_tuple=True)[1].unflatten(0, (query.shape[0], -1))
     heads = torch.arange(query.shape[0])[:, None].expand_as(blocks)
-    picked = cache.pick(heads.flatten(), blocks.flatten())
-    rows = {name: data.unflatten(0, blocks.shape) for name, data in picked.items()}
-    scores, values = cache.backend.score_blocks(query, rows), cache.backend.values(rows)
+    scores, values = _coded(cache, query, heads, blocks)
     raw = cache.raw.rows.gather(1, blocks)
     if bool(raw.any()):
         keys, originals = (t.double() for t in cache.original_blocks(heads[raw], blocks[raw]))
@@ -48,6 +46,16 @@ def glance(cache: GhostStore, query: Tensor) -> Glance:
     tail = torch.arange(first, cache.tokens).expand(query.shape[0], -1)
     output = weights @ torch.cat((values.flatten(1, 2), tail_values), 1)
     return Glance(output, torch.cat((tokens, tail), 1), weights.mean(1), scores.mean(1))
+
+
+def _coded(cache: GhostStore, query: Tensor, heads: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores `[Hkv, R, n, S]`, not scaled, and values `[Hkv, n, S, D]` of `[Hkv, n]` blocks."""
+    if not cache.block_count:  # nothing was ever encoded: there are no tensors to pick from
+        size, (count, group, dim) = cache.fmt.block, query.shape
+        return query.new_empty(count, group, 0, size), query.new_empty(count, 0, size, dim)
+    picked = cache.pick(heads.flatten(), blocks.flatten())
+    rows = {name: data.unflatten(0, blocks.shape) for name, data in picked.items()}
+    return cache.backend.score_blocks(query, rows), cache.backend.values(rows)
 
 
 class Schedule:

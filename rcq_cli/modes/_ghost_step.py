@@ -133,7 +133,8 @@ class CompiledGhostStep(GhostStep, CompiledStep):
     def masses(self) -> tuple[Masses, Tensor, Tensor]:
         """Return the block masses in units of the active total, the combining factors and that total."""
         found = self.weighed()
-        skipped = torch.cat((~self.read, torch.zeros_like(self.read[:, :1])), 1)
+        tail = self.read.new_zeros(self.read.shape[0], 1)  # never skipped, and there before any block
+        skipped = torch.cat((~self.read, tail), 1)
         return Masses(*found[:3], skipped[:, None].expand_as(found.share)), found.share, found.total
 
     @phased("bound")

@@ -21,10 +21,8 @@ FIELDS = {"device", "host", "metadata", "scratch", "dense_equivalent"}
 every_mode = pytest.mark.parametrize("mode", MODES.names())
 
 
-def make(mode, hq=4, hkv=2, dim=32, dtype=torch.float32, **more) -> LayerCache:
-    return LayerCache(
-        mode, query_heads=hq, kv_heads=hkv, head_dim=dim, dtype=dtype, backend="reference", **more
-    )
+def make(mode, hq=4, hkv=2, dim=32, dtype=torch.float32, backend="reference", **more) -> LayerCache:
+    return LayerCache(mode, query_heads=hq, kv_heads=hkv, head_dim=dim, dtype=dtype, backend=backend, **more)
 
 
 def rows(*shape, seed=0, dtype=torch.float32) -> torch.Tensor:
@@ -80,11 +78,18 @@ def test_it_takes_any_head_dim_divisible_by_sixteen(mode, dim):
 
 
 @every_mode
-@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33])
-def test_it_takes_any_number_of_tokens_from_one(mode, tokens):
-    cache = filled(mode, tokens)
-    assert bool(torch.isfinite(cache.attend(query()).output).all())
-    assert cache.tokens == tokens
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_it_takes_any_number_of_tokens_from_one(mode, backend):
+    """Up to one more than a block, of which there is none at first."""
+    for tokens in range(1, 34):
+        cache = make(mode, backend=backend)
+        cache.prefill(rows(2, tokens, 32, seed=1), rows(2, tokens, 32, seed=2))
+        step = cache.attend(query())
+        assert bool(torch.isfinite(step.output).all()), tokens
+        assert cache.tokens == tokens
+        if step.certificate is not None:
+            error = (step.output.double() - cache._state.exact(query())).norm(dim=-1)
+            assert bool((error <= step.certificate.total_bound).all()), tokens
 
 
 @every_mode
@@ -508,6 +513,14 @@ def test_two_generate_calls_are_two_samples(mode):
 def _record(session):
     states = [layer.state for layer in managed_layers(session._open.cache).values()]
     return engagement(session.mode.name, states, session._open.bytes())
+
+
+@every_mode
+def test_a_prompt_shorter_than_a_block_is_answered(mode):
+    model, prompt = small_model(), torch.tensor([ids(9, 5)])
+    with rcq_cli.attach(model, mode):
+        answered = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert answered.shape == (1, 9)
 
 
 @every_mode

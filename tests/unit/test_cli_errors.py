@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rcq_cli import errors
+from rcq_cli.app import Commands
 from rcq_cli.errors import BrokenRun, CertificateViolated, NotComparable, SpecError, UnsupportedHere
 from rcq_cli.main import run, with_bare_values
 from rcq_cli.shell import Interrupted, Result, Shell, check_target, write_file
@@ -253,6 +254,68 @@ def test_a_target_that_cannot_be_written_is_refused_before_any_work(tmp_path):
         write_file(tmp_path / "none" / "out.json", "{}")
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("name", ["eval", "compare", "profile", "trace", "report", "modes", "models"])
+def test_an_empty_value_never_means_the_default(name, blank, capsys):
+    for param in Commands().get_command(None, name).params:
+        option = param.param_type_name == "option"
+        if option and param.is_flag:
+            continue
+        given = (param.opts[0], blank) if option else (blank,)
+        code, out, err = call(name, *given, capsys=capsys)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), given
+        assert repr(blank) in err, given
+
+
+@pytest.mark.parametrize("command", ["eval", "compare", "profile", "trace"])
+@pytest.mark.parametrize("flag", ["--task", "--ctx"])
+@pytest.mark.parametrize("value", [",", "4k,", ",niah", "niah,,ppl"])
+def test_an_empty_entry_of_a_list_is_refused(command, flag, value, capsys):
+    code, out, err = call(command, flag, value, capsys=capsys)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{flag} {value!r}" in err
+
+
+def test_an_empty_value_gives_one_document_under_json(capsys):
+    code, out, _ = call("eval", "--model", "", "--json", capsys=capsys)
+    assert (code, json.loads(out)["error"]["what"]) == (2, "--model '' is empty")
+
+
+FILE_OPTIONS = [
+    ("modes", "--json"),
+    ("eval", "--json"),
+    ("compare", "--json"),
+    ("profile", "--json"),
+    ("trace", "--json"),
+    ("doctor", "--json"),
+    ("compare", "--junit"),
+    ("compare", "--code-quality"),
+    ("compare", "--baseline"),
+    ("report", "-o"),
+]
+
+
+@pytest.mark.parametrize("target", ["", " ", ".", "..", "/", "/proc/out.json", "/no/such/folder/out.json"])
+@pytest.mark.parametrize(("command", "option"), FILE_OPTIONS)
+def test_a_place_that_is_no_file_is_a_usage_error_of_one_line(command, option, target, capsys):
+    more = ("--update-baseline",) if option == "--baseline" else ()
+    code, out, err = call(command, option, target, *more, capsys=capsys)
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert option in err
+    assert repr(target) in err
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_target(str(pipe))
+    write_file(pipe, "{}")
+    assert os.read(reader, 10) == b"{}"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
 def test_the_resume_command_can_be_pasted():
     shell = Shell(("eval", "--fresh", "--model", "my model", "-O", "eps=0.02"))
     assert shell.resume_command() == "rcq eval --model 'my model' -O eps=0.02 --resume"
@@ -264,6 +327,11 @@ def test_quiet_drops_notes_but_no_warning():
     shell.say("a note")
     shell.warn("a warning")
     assert shell.stderr.getvalue() == "warning: a warning\n"
+
+
+def test_the_help_says_what_quiet_leaves(capsys):
+    _, out, _ = call("compare", "--help", capsys=capsys)
+    assert "warnings and errors stay" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -428,3 +428,19 @@ def test_a_cell_keeps_estimates_apart_from_certificates():
     assert _estimates([{"engaged": {"engaged": True}}]) == {}
     none = _estimates([{"engaged": {"estimate_probes": 0, "estimate_misses": 0, "estimate_tested": 0}}])
     assert (none["estimates"]["label"], none["estimates"]["coverage"]) == ("none", None)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 31])
+def test_steps_between_certified_ones_need_no_completed_block(tokens):
+    layer, normal = opened("recas-certified", tokens=tokens, cert_every=4)
+    for step in run(layer, normal, 36):
+        assert bool(torch.isfinite(step.output).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 31])
+def test_a_glance_at_the_open_tail_alone_is_exact(tokens):
+    layer, normal = opened("recas-certified", tokens=tokens)
+    query = normal(2, 2, 32).double()
+    keys, values = (slab.rows for slab in layer.cache.originals)
+    expected = exact_attention(query, keys, values, GEOMETRY.scale).output
+    torch.testing.assert_close(glance(layer.cache, query).output, expected)

