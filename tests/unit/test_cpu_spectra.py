@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from rcq_cli import LayerCache
+from rcq_cli.protocols import Certificate
 from tests.unit.exact_attention import data, truth
 
 BLOCK = 32
@@ -18,6 +19,22 @@ def aligned(codes: Tensor, sign: Tensor, steps: int) -> Tensor:
     rows = codes + 0.5 - 0.02 * sign
     rows[0], rows[1] = 0.0, float(steps)
     return rows
+
+
+def from_codes(query: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Certificate]:
+    """Attend with one query `[1, D]` to `[T, D]` keys and values, nothing skipped or promoted.
+
+    Return the norm of the error and what the certificate says.
+    """
+    dim = k.shape[1]
+    cache = LayerCache(
+        "certified", query_heads=1, kv_heads=1, head_dim=dim, backend="cpu", skip=False, rounds=0,
+        denominator="abs", eps=1e9,
+    )  # fmt: skip
+    cache.prefill(k[None], v[None])
+    step = cache.attend(query)
+    error = (step.output.double() - truth(query, k[None], v[None], dim**-0.5)).norm()
+    return error, step.certificate
 
 
 def residuals(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,15 +75,9 @@ def test_aligned_errors_of_the_values_of_one_block_come_close_to_their_bound() -
     v[heavy, ::16], v[heavy, 1::16] = 0.0, 15.0  # every group of every token has its ends on the grid
     query = torch.zeros(1, dim)
     query[0, 0] = 10.0
-    cache = LayerCache(
-        "certified", query_heads=1, kv_heads=1, head_dim=dim, backend="cpu", skip=False, rounds=0,
-        denominator="abs", eps=1e9,
-    )  # fmt: skip
-    cache.prefill(k[None], v[None])
-    step = cache.attend(query)
-    error = (step.output.double() - truth(query, k[None], v[None], dim**-0.5)).norm()
-    bound = step.certificate.value_bound[0]
-    assert 0.9 * bound < error <= step.certificate.total_bound[0]
+    error, certificate = from_codes(query, k, v)
+    bound = certificate.value_bound[0]
+    assert 0.9 * bound < error <= certificate.total_bound[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,12 +94,6 @@ def test_aligned_errors_of_keys_come_close_to_their_bound(seed: int) -> None:
     v = side.repeat_interleave(BLOCK)[:, None] * ends
     # opposite halves of the channels cancel the common part of the scores
     query = (sign - sign.mean())[None]
-    cache = LayerCache(
-        "certified", query_heads=1, kv_heads=1, head_dim=dim, backend="cpu", skip=False, rounds=0,
-        denominator="abs", eps=1e9,
-    )  # fmt: skip
-    cache.prefill(k[None], v[None])
-    step = cache.attend(query)
-    error = (step.output.double() - truth(query, k[None], v[None], dim**-0.5)).norm()
-    bound = step.certificate.key_bound[0]
-    assert 0.8 * bound < error <= step.certificate.total_bound[0]
+    error, certificate = from_codes(query, k, v)
+    bound = certificate.key_bound[0]
+    assert 0.8 * bound < error <= certificate.total_bound[0]
