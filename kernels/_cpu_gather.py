@@ -12,7 +12,6 @@ from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_values import mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
     LANES,
-    NARROW,
     add,
     add_to_doubles,
     fma,
@@ -28,8 +27,7 @@ from rcq_cli.kernels._cpu_vector import (
 
 def _coded_values(team: int) -> Any:
     mix = mix_kernel(team)
-    two_level, one_level = (scale_kernel(team, LANES, levels) for levels in (True, False))
-    narrow_two_level, narrow_one_level = (scale_kernel(team, NARROW, levels) for levels in (True, False))
+    two_level, one_level = (scale_kernel(team, levels) for levels in (True, False))
 
     @plain
     def gather(shape: Shape, values: Any, at: int, step: float, after: int, weights: Any, item: Item) -> None:
@@ -47,25 +45,13 @@ def _coded_values(team: int) -> Any:
         if shape.two_level:
             unit /= np.float32(15)
             back /= unit
-        # half a block that does not fill vectors, on processors with wide ones
-        wide = LANES == NARROW or pairs % LANES == 0
-        if shape.two_level and wide:
+        if shape.two_level:
             two_level(
                 values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
                 item.ints, item.gathered, item.lows, item.offsets,
             )  # fmt: skip
-        elif shape.two_level:
-            narrow_two_level(
-                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
-                item.ints, item.gathered, item.lows, item.offsets,
-            )  # fmt: skip
-        elif wide:
-            one_level(
-                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
-                item.ints, item.gathered, item.lows, item.offsets,
-            )  # fmt: skip
         else:
-            narrow_one_level(
+            one_level(
                 values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
                 item.ints, item.gathered, item.lows, item.offsets,
             )  # fmt: skip

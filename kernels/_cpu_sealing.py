@@ -167,8 +167,8 @@ def key_norms(rows: Any, codes: Any, scale: Any, offset: Any, left: Any) -> tupl
 
 
 @plain
-def seal_keys(shape: Shape, tiers: Store, at: int, rows: Any, notes: Any) -> tuple[bool, float]:
-    """Write the key record at byte `at` and rk, kappa and the spectral norm of K - K' to `notes`.
+def seal_keys(shape: Shape, tiers: Store, at: int, rows: Any, notes: Any, left: Any) -> tuple[bool, float]:
+    """Write the key record at byte `at`, rk and kappa to `notes`, and the rows K - K' to `left`.
 
     Return whether the block is raw, and max ||k||.
     """
@@ -191,9 +191,7 @@ def seal_keys(shape: Shape, tiers: Store, at: int, rows: Any, notes: Any) -> tup
         raw |= not (
             worst[c] <= scale[c] / 2 * (1 + 2.0**-14) and scale[c] < np.inf and abs(offset[c]) < np.inf
         )
-    left = np.empty((shape.block, dim))
     residual, reach, norm = key_norms(rows, codes, scale, offset, left)
-    notes[6] = half_up(spectral_norm(left) * MARGIN)
     notes[0], notes[1] = half_up(np.sqrt(residual) * MARGIN), half_up(np.sqrt(reach) * MARGIN)
     zero_bytes(tiers.keys, at, shape.key_bytes)
     for t in range(shape.block):
@@ -250,7 +248,7 @@ def encode_group(
 def seal_values(
     shape: Shape, tiers: Store, at: int, rows: Any, h: int, notes: Any, residuals: Any
 ) -> tuple[bool, float]:
-    """Write the value record at byte `at`, its annotations to `notes`, and the residual rows.
+    """Write the value record at byte `at`, eta, rv, magnitude and step to `notes`, and the residual rows.
 
     Returns whether the block is raw, and its rv.
     """
@@ -307,7 +305,6 @@ def seal_values(
     radius = np.sqrt(radius)
     notes[2], notes[3] = half_up(np.sqrt(eta) * MARGIN), half_up(radius * MARGIN)
     notes[4], notes[5] = half_up(np.sqrt(magnitude) * MARGIN), half_up(step)
-    notes[7] = half_up(spectral_norm(residuals) * MARGIN)
     return raw, radius
 
 
@@ -318,14 +315,18 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     The rows V - V' go to `residuals` `[Hkv, count, S, D]`.
     """
     b, dim, size_ = turn.blocks + j, shape.dim, item_bytes(shape)
-    rows, notes = np.empty((shape.block, dim), np.float32), np.empty(NOTES, np.int64)
+    rows, notes = np.empty((shape.block, dim), np.float32), np.zeros(NOTES, np.int64)
     left, first = np.empty((shape.block, dim)), (h * count + j) * shape.block * dim
     flat, source = floats_at(rows.ctypes.data), h * turn.original_pitch + j * shape.block * dim * size_
     widen(tiers.original_keys, source, shape.kind, shape.block * dim, flat, 0)
     key_at, value_at = h * turn.key_pitch + b * shape.key_bytes, h * turn.value_pitch + b * shape.value_bytes
-    raw, norm = seal_keys(shape, tiers, key_at, rows, notes)
+    raw, norm = seal_keys(shape, tiers, key_at, rows, notes, left)
+    if turn.check_pitch:  # mode naive bounds nothing
+        notes[6] = half_up(spectral_norm(left) * MARGIN)
     widen(tiers.original_values, source, shape.kind, shape.block * dim, flat, 0)
     raw_values, radius = seal_values(shape, tiers, value_at, rows, h, notes, left)
+    if turn.check_pitch:
+        notes[7] = half_up(spectral_norm(left) * MARGIN)
     raw = raw or raw_values
     for i in range(NOTES):
         raw |= notes[i] >= 0x7C00

@@ -14,6 +14,7 @@ from rcq_cli.kernels._cpu_vector import (
     FLOAT_LANES,
     INTS,
     LANES,
+    NARROW,
     address,
     f32,
     fma_of,
@@ -61,8 +62,8 @@ def _entries(builder: Any, pointer: Any, count: int) -> list[Any]:
     return [builder.load(builder.gep(pointer, [_i64(i)])) for i in range(count)]
 
 
-def scale_kernel(team: int, lanes: int, two_level: bool) -> Any:
-    """Return the kernel that multiplies weights by the steps of values, `lanes` token pairs at a time.
+def scale_kernel(team: int, two_level: bool) -> Any:
+    """Return the kernel that multiplies weights by the steps of values.
 
     scale(values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
     offsets): metadata at byte `meta`; weights of member i at `weights[to[i]:]`. Writes pairs of weight * step
@@ -74,18 +75,19 @@ def scale_kernel(team: int, lanes: int, two_level: bool) -> Any:
     offsets are the low ends times width * unit, times `back`, and `floats` is scratch. Of one level: per
     group and token the step, then the offset, in float16.
     """
-    reals, integers = ir.VectorType(_f32, lanes), ir.VectorType(_i32, lanes)
 
     def scale(
         typing: Any, values: Any, meta: Any, padded: Any, groups: Any, weights: Any, to: Any, factors: Any,
         unit: Any, back: Any, floats: Any, ints: Any, gathered: Any, lows: Any, offsets: Any,
     ) -> Any:  # fmt: skip
 
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def passes(builder: Any, arguments: Any, lanes: int) -> None:
+            """Emit the kernel for `lanes` token pairs at a time."""
             (
                 values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
                 offsets,
             ) = arguments  # fmt: skip
+            reals, integers = ir.VectorType(_f32, lanes), ir.VectorType(_i32, lanes)
             byte, scratch, weight, sums = (
                 _reader(builder, x, lanes) for x in (values, floats, weights, gathered)
             )
@@ -147,6 +149,18 @@ def scale_kernel(team: int, lanes: int, two_level: bool) -> Any:
                 for cell, place, factor in zip(cells, offsets, own, strict=True):
                     at = _plus(builder, place, _times(builder, g, LANES))
                     _put(builder, gathered, at, fma_of(builder, builder.load(cell), factor, sums(at, _f32)))
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            if LANES == NARROW:
+                passes(builder, arguments, LANES)
+                return context.get_dummy_value()
+            # half a block fills no wide vector where P / 2 is no multiple of one
+            left = builder.urem(builder.lshr(arguments[2], _i64(1)), _i64(LANES))
+            with builder.if_else(builder.icmp_unsigned("==", left, _i64(0))) as (then, otherwise):
+                with then:
+                    passes(builder, arguments, LANES)
+                with otherwise:
+                    passes(builder, arguments, NARROW)
             return context.get_dummy_value()
 
         parameters = (
