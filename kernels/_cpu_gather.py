@@ -22,6 +22,7 @@ from rcq_cli.kernels._cpu_vector import (
     splat,
     store,
     total,
+    variant,
 )
 
 
@@ -29,7 +30,6 @@ def _coded_values(team: int) -> Any:
     mix = mix_kernel(team)
     two_level, one_level = (scale_kernel(team, levels) for levels in (True, False))
 
-    @plain
     def gather(shape: Shape, values: Any, at: int, step: float, after: int, weights: Any, item: Item) -> None:
         """Add factor * sum_t weight * value of the coded block at byte `at` for `team` rows.
 
@@ -62,7 +62,7 @@ def _coded_values(team: int) -> Any:
                     item.gathered, item.places, c, item.scales,
                 )  # fmt: skip
 
-    return gather
+    return variant(gather, str(team))
 
 
 _gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
@@ -96,9 +96,8 @@ def accumulate(gathered: Any, place: int, part: Any) -> None:
     store(gathered, place, add(part, load(gathered, place)))
 
 
-def _exact_values(read: Any, item_size: int) -> Any:
+def _exact_values(name: str, read: Any, item_size: int) -> Any:
 
-    @plain
     def gather(shape: Shape, source: Any, at: int, tokens: int, item: Item) -> None:
         """Add the weighted originals at byte `at`; a number is `item_size` bytes, read by `read`."""
         dim, weights, gathered, rows, pad = shape.dim, item.floats, item.gathered, item.rows, shape.padded
@@ -136,7 +135,7 @@ def _exact_values(read: Any, item_size: int) -> Any:
                 accumulate(gathered, rows[i] * dim + c, one)
             c += LANES
 
-    return gather
+    return variant(gather, name)
 
 
 _values_single, _values_bfloat, _values_half = (_exact_values(*reader) for reader in READERS)

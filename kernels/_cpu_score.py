@@ -29,6 +29,7 @@ from rcq_cli.kernels._cpu_vector import (
     store_sums,
     sub,
     total,
+    variant,
 )
 
 LOW = np.float32(-3.0e38)
@@ -244,9 +245,8 @@ def score_strip(
                 tiers.failed[row] = 1
 
 
-def _exact_scores(read: Any, item: int) -> Any:
+def _exact_scores(name: str, read: Any, item: int) -> Any:
 
-    @plain
     def exact(
         shape: Shape, tiers: Store, source: Any, at: int, ahead: int, tokens: int, h: int, low: int,
         high: int, scores: Any, to: int,
@@ -286,11 +286,11 @@ def _exact_scores(read: Any, item: int) -> Any:
                 scores[place + t], scores[place + other] = total(one), total(two)
                 r, place = r + 1, place + padded
 
-    return exact
+    return variant(exact, name)
 
 
-READERS = ((load, 4), (load_bfloat, 2), (load_half, 2))
-"""How originals of each kind are read, and the bytes of one number."""
+READERS = (("float32", load, 4), ("bfloat16", load_bfloat, 2), ("float16", load_half, 2))
+"""Name of each kind of originals, how they are read, and the bytes of one number."""
 _exact_single, _exact_bfloat, _exact_half = (_exact_scores(*reader) for reader in READERS)
 
 

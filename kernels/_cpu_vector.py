@@ -112,13 +112,22 @@ class _PartCompiler(Compiler):  # type: ignore[misc]
         return result
 
 
+_parts: set[str] = set()
+
+
 def _inner(fast: set[str]) -> Callable[[Any], Any]:
     """Return the decorator of a function that only kernels call.
 
-    Numba would compile it again for every literal argument.
+    Numba would compile it again for every literal argument. And it tells functions apart by their name and by
+    when a process came across them: code read from disk keeps the names of the process that made it, so that
+    of two functions of one name, one could be linked where the other is meant.
     """
 
     def decorate(function: Any) -> Any:
+        name = f"{function.__module__}.{function.__qualname__}"
+        if name in _parts:
+            raise ValueError(f"two parts of the kernels are called {name}; `variant` gives each its own name")
+        _parts.add(name)
         made = njit(nogil=True, error_model="numpy", fastmath=fast, pipeline_class=_PartCompiler)(function)
         template = made.get_call_template
         made.get_call_template = lambda args, kws: template([types.unliteral(a) for a in args], kws)
@@ -132,6 +141,12 @@ plain = _inner(set())
 loose = _inner({"reassoc", "contract", "nsz"})
 # for finite input only
 finite = _inner({"reassoc", "contract", "nsz", "nnan"})
+
+
+def variant(function: Any, name: str) -> Any:
+    """Return `function` as a part of its own, one of several that the same lines make."""
+    function.__qualname__ += f"-{name}"
+    return plain(function)
 
 
 class Vector(types.Type):  # type: ignore[misc]

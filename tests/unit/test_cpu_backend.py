@@ -15,6 +15,8 @@ from rcq_cli.backends import choose_backend
 from rcq_cli.certify.fused import SHARED_BLOCKS, room_for
 from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels import cpu
+from rcq_cli.kernels._cpu_score import weigh
+from rcq_cli.kernels._cpu_vector import plain
 from rcq_cli.protocols import Geometry
 from tests.unit.exact_attention import data, truth
 
@@ -347,6 +349,11 @@ def test_auto_picks_this_backend_and_reasons_are_stated() -> None:
     assert "multiple of 16" in backend.unsupported(Geometry(4, 2, 24, "float32", "cpu", 0.2))
     options = MODES.load("certified").Options(group=8)
     assert "multiple of 16" in backend.unfused(options.format())
+
+
+def test_two_parts_of_the_kernels_never_share_a_name() -> None:
+    with pytest.raises(ValueError, match=r"two parts .* called .*_cpu_score\.weigh; `variant`"):
+        plain(weigh.py_func)
 
 
 def test_import_compiles_nothing_and_an_unwritable_cache_does_no_harm(tmp_path: object) -> None:
