@@ -178,9 +178,7 @@ class Errors(NamedTuple):
 @plain
 def errors_of(shape: Shape, tiers: Store, row: int) -> Errors:
     """Return that of query row `row`."""
-    rounded = 1 + 2.0**-22
-    most = np.float32(np.sqrt(np.float64(shape.block)) * rounded)
-    return Errors(np.float32(tiers.slack[2 * row] * rounded), most)
+    return Errors(tiers.norms[row], np.float32(np.sqrt(np.float64(shape.block)) * (1 + 2.0**-22)))
 
 
 @plain

@@ -16,6 +16,7 @@ from rcq_cli.kernels._cpu_vector import (
     add_to_doubles,
     fma,
     load,
+    merged,
     mul,
     plain,
     prefetch,
@@ -62,13 +63,13 @@ def _coded_values(team: int) -> Any:
                     item.gathered, item.places, c, item.scales,
                 )  # fmt: skip
 
-    return variant(gather, str(team))
+    return variant(gather, str(team), merged)
 
 
 _gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
 
 
-@plain
+@merged
 def gather_coded(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int, count: int
 ) -> None:
@@ -90,7 +91,7 @@ def gather_coded(
         _gather4(shape, tiers.values, at, step, further, slot.weights, item)
 
 
-@plain
+@merged
 def accumulate(gathered: Any, place: int, part: Any) -> None:
     """Add a vector to the accumulators."""
     store(gathered, place, add(part, load(gathered, place)))
@@ -183,7 +184,7 @@ def flush(shape: Shape, item: Item) -> None:
     clear(shape, item)
 
 
-@plain
+@merged
 def bring(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, reads: int) -> None:
     """Have what is read of block `b` brought into the caches; the codes follow from the kernel of values."""
     if reads & 1:
@@ -193,7 +194,7 @@ def bring(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, reads: int) ->
         ask_for(shape, turn, tiers.original_values, h, b)
 
 
-@plain
+@merged
 def add_block(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int, only: int
 ) -> bool:

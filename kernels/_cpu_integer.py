@@ -15,11 +15,12 @@ from rcq_cli.kernels._cpu_vector import (
     LANES,
     WIDE,
     X86,
+    across,
+    add_of,
     address,
     call,
     f32,
     fma_of,
-    highest_of,
     i64,
     joined,
     larger_of,
@@ -27,7 +28,6 @@ from rcq_cli.kernels._cpu_vector import (
     round_of,
     size_of,
     splat_of,
-    sum_of,
 )
 
 TILE = 16
@@ -67,12 +67,24 @@ def add_to(builder: Any, cell: Any, product: Any) -> None:
     builder.store(builder.add(builder.load(cell), product), cell)
 
 
+def shorts_of(builder: Any, integers: list[Any]) -> Any:
+    """Return TILE 32-bit integers that fit 16 bits as such, in one vector."""
+    if not (X86 and AVX2 and len(integers) == 2):
+        return builder.trunc(joined(builder, integers), ir.VectorType(_i16, TILE))
+    packed = call(builder, "llvm.x86.avx2.packssdw", ir.VectorType(_i16, TILE), *integers)
+    # it packs the halves of the two apart
+    quads = builder.bitcast(packed, ir.VectorType(_i64, 4))
+    order = ir.Constant(ir.VectorType(_i32, 4), [0, 2, 1, 3])
+    return builder.bitcast(builder.shuffle_vector(quads, quads, order), packed.type)
+
+
 def fold_kernel(team: int) -> Any:
     """Return the kernel that folds `team` queries into the scales of a block of keys.
 
     fold(floats, dim, query, first, steps, ints, meta): scale at `floats[:dim]`, offset at `floats[dim:]`; one
     query after the other from `query[first]`. Writes q s in units of its largest / `steps`, as int16, one
-    query after the other, to `ints`; and per query unit, sum |q s| and q . z to `floats[meta + 4 i:]`.
+    query after the other, to `ints`; and to `floats[meta:]` four numbers each, one a query: units, sums of
+    |q s|, q . z.
     """
 
     def fold(
@@ -92,25 +104,34 @@ def fold_kernel(team: int) -> Any:
                 return builder.load(address(builder, pointer, index, FLOAT_LANES), align=1)
 
             rows = [builder.add(first, builder.mul(dim, _i64(i))) for i in range(team)]
-            with cgutils.for_range(builder, builder.udiv(dim, _i64(LANES))) as loop:
-                c = builder.mul(loop.index, _i64(LANES))
-                scale, offset = at(floats, c), at(floats, dim, c)
-                for row, (top, absolute, shift) in zip(rows, cells, strict=True):
-                    q = at(query, row, c)
-                    size = size_of(builder, builder.fmul(q, scale))
-                    builder.store(larger_of(builder, size, builder.load(top)), top)
-                    builder.store(builder.fadd(builder.load(absolute), size), absolute)
-                    builder.store(fma_of(builder, q, offset, builder.load(shift)), shift)
-            inverses = []
-            for i, (top, absolute, shift) in enumerate(cells):
-                peak = highest_of(builder, builder.load(top))
-                some = builder.fcmp_ordered(">", peak, _f32(TINY))
-                unit = builder.select(some, builder.fdiv(peak, steps), _f32(0.0))
-                inverses.append(splat_of(builder, builder.select(some, builder.fdiv(steps, peak), _f32(0.0))))
-                sums = [sum_of(builder, builder.load(cell)) for cell in (absolute, shift)]
-                for k, number in enumerate((unit, *sums)):
-                    where = address(builder, floats, builder.add(meta, _i64(4 * i + k)), _f32)
-                    builder.store(number, where, align=1)
+            width = team if WIDE else 2  # more queries at a time do not fit the registers
+            for some in range(0, team, width):
+                with cgutils.for_range(builder, builder.udiv(dim, _i64(LANES))) as loop:
+                    c = builder.mul(loop.index, _i64(LANES))
+                    scale, offset = at(floats, c), at(floats, dim, c)
+                    chosen = zip(rows[some : some + width], cells[some : some + width], strict=True)
+                    for row, (top, absolute, shift) in chosen:
+                        q = at(query, row, c)
+                        size = size_of(builder, builder.fmul(q, scale))
+                        builder.store(larger_of(builder, size, builder.load(top)), top)
+                        builder.store(builder.fadd(builder.load(absolute), size), absolute)
+                        builder.store(fma_of(builder, q, offset, builder.load(shift)), shift)
+            spare = 4 - team
+            sums = [
+                [builder.load(cell) for cell in (*column, *column[:1] * spare)]
+                for column in zip(*cells, strict=True)
+            ]
+            peaks = across(builder, sums[0], larger_of)
+            zero, most = ir.Constant(peaks.type, None), splat_of(builder, steps, 4)
+            some = builder.fcmp_ordered(">", peaks, ir.Constant(peaks.type, [TINY] * 4))
+            units, inverses = (
+                builder.select(some, builder.fdiv(*pair), zero) for pair in ((peaks, most), (most, peaks))
+            )
+            numbers = units, *(across(builder, column, add_of) for column in sums[1:])
+            for k, four in enumerate(numbers):
+                where = address(builder, floats, builder.add(meta, _i64(4 * k)), four.type)
+                builder.store(four, where, align=1)
+            inverses = [splat_of(builder, builder.extract_element(inverses, _i32(i))) for i in range(team)]
             with cgutils.for_range(builder, builder.udiv(dim, _i64(TILE))) as loop:
                 c = builder.mul(loop.index, _i64(TILE))
                 parts = [builder.add(c, _i64(n)) for n in range(0, TILE, LANES)]
@@ -118,7 +139,7 @@ def fold_kernel(team: int) -> Any:
                 for i, (row, inverse) in enumerate(zip(rows, inverses, strict=True)):
                     folded = [builder.fmul(at(query, row, n), s) for n, s in zip(parts, scales, strict=True)]
                     rounded = [round_of(builder, builder.fmul(x, inverse)) for x in folded]
-                    shorts = builder.trunc(joined(builder, rounded), ir.VectorType(_i16, TILE))
+                    shorts = shorts_of(builder, rounded)
                     to = builder.add(builder.mul(dim, _i64(i)), c)
                     pointer = builder.gep(builder.bitcast(ints, _i16.as_pointer()), [to])
                     builder.store(shorts, builder.bitcast(pointer, shorts.type.as_pointer()), align=1)
@@ -172,18 +193,19 @@ def hash_words(typing: Any, data: Any, at: Any, count: Any, seed: Any) -> Any:
 def dots_kernel(team: int) -> Any:
     """Return the kernel of scores: TILE tokens times `team` queries, exact in int32.
 
-    dots(codes, at, stride, ahead, query, first, pairs, sums, to, row): codes at byte `at`, `stride` bytes a
-    channel pair, those needed next `ahead` bytes further on; int16 query pairs in `query` from word `first`,
-    one head after the other; integers to where `sums[to + head * row + token]` is, a number as long.
+    dots(codes, at, stride, soon, query, first, pairs, sums, to, row): codes at byte `at`, `stride` bytes a
+    channel pair; int16 query pairs in `query` from word `first`, one head after the other; integers to where
+    `sums[to + head * row + token]` is, a number as long. Asks for as many codes as it reads, which are needed
+    later, from byte `soon` on: evenly, for a burst would fill what waits for memory.
     """
 
     def dots(
-        typing: Any, codes: Any, at: Any, stride: Any, ahead: Any, query: Any, first: Any, pairs: Any,
+        typing: Any, codes: Any, at: Any, stride: Any, soon: Any, query: Any, first: Any, pairs: Any,
         sums: Any, to: Any, row: Any,
     ) -> Any:  # fmt: skip
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            codes, at, stride, ahead, query, first, pairs, sums, to, row = values
+            codes, at, stride, soon, query, first, pairs, sums, to, row = values
             vectors, unroll = TILE // LANES, 2 if WIDE else 1
             cells = accumulators(builder, team * vectors * unroll)
             shorts = ir.VectorType(_i16, 2 * LANES)
@@ -191,7 +213,8 @@ def dots_kernel(team: int) -> Any:
                 for u in range(unroll):
                     pair = builder.add(builder.mul(loop.index, _i64(unroll)), _i64(u))
                     base = builder.add(at, builder.mul(pair, stride))
-                    prefetch_at(builder, address(builder, codes, builder.add(base, ahead), _i8))
+                    later = builder.add(soon, builder.mul(pair, _i64(2 * TILE)))
+                    prefetch_at(builder, address(builder, codes, later, _i8))
                     data = []
                     for v in range(vectors):
                         where = address(

@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import WIDEST
-from rcq_cli.kernels._cpu_integer import hash_words
+from rcq_cli.kernels._cpu_integer import TEAM, hash_words
 from rcq_cli.kernels._cpu_score import (
+    DELTAS,
     EXP_SLACK,
     LOW,
     as_scores,
-    coded_delta,
+    bound_scores,
     exact_scores,
     fold_queries,
     item_bytes,
@@ -98,16 +99,17 @@ def compare_scores(
         return
     if tiers.raw[h * turn.raw_pitch + b]:
         return
-    radius, reach = np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
+    reach = np.float64(slot.reach[b])
     fold_queries(shape, tiers, at, item, h, 0, low, high)
-    multiply(shape, tiers, at, item, 0, low, high, pads, 0)
+    multiply(shape, tiers, at, 0, item, 0, low, high, pads, 0)
     for r in range(low, min(high, shape.group)):
         row = h * shape.rows + r
         if tiers.failed[row]:
             continue
         as_scores(shape, item, 0, r, pads, r * padded)
-        delta, _ = coded_delta(shape, tiers, item.floats, meta_of(shape, 0, r), row, radius, reach)
-        allowed = delta + tiers.slack[2 * row + 1] * reach
+        meta = meta_of(shape, 0, r)
+        bound_scores(shape, tiers, item.floats, meta - r % TEAM, row - r % TEAM, slot, b)
+        allowed = np.float64(item.floats[meta + DELTAS]) + np.float64(tiers.slacks[row]) * reach
         for t in range(r * padded, r * padded + block):
             if not abs(np.float64(pads[t]) - np.float64(pads[exact + t])) <= allowed:
                 tiers.faults[2 * h], tiers.faults[2 * h + 1] = 1, b
@@ -116,7 +118,7 @@ def compare_scores(
 @plain
 def exact_delta(tiers: Store, slot: Slot, row: int, b: int) -> float:
     """Return the bound on the errors of exact scores: rounding alone."""
-    return np.float32((tiers.slack[2 * row + 1] * slot.reach[b] + EXP_SLACK) * (1 + 2.0**-23))
+    return np.float32((np.float64(tiers.slacks[row]) * slot.reach[b] + EXP_SLACK) * (1 + 2.0**-23))
 
 
 @plain
@@ -172,7 +174,7 @@ def promote_keys(
         for t in range(at + block, at + padded):
             pads[t] = LOW
         if not tiers.raw[h * turn.raw_pitch + b]:
-            allowed = np.float64(line.coded_delta[b]) + tiers.slack[2 * row + 1] * np.float64(slot.reach[b])
+            allowed = np.float64(line.coded_delta[b]) + np.float64(tiers.slacks[row]) * slot.reach[b]
             if not agree(weights, to, pads, at, padded, line.peak[b], allowed):
                 tiers.faults[2 * h], tiers.faults[2 * h + 1] = 1, b
         for t in range(0, padded, LANES):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_integer import TEAM, TILE, dots_kernel, fold_kernel
-from rcq_cli.kernels._cpu_state import NOTES, STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_state import NOTES, STATS, STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     FLUSH,
     LANES,
@@ -20,13 +20,17 @@ from rcq_cli.kernels._cpu_vector import (
     load_bfloat,
     load_half,
     load_int,
+    merged,
+    mul,
     pick_less,
     plain,
     prefetch,
     size,
+    smaller,
     splat,
     store,
     store_sums,
+    store_tops,
     sub,
     total,
     variant,
@@ -40,7 +44,7 @@ MARGIN = 1.0 + 2.0**-12
 EXP_SLACK = 2 * (4 * (FLUSH + 1) * ROUNDOFF + 1e-6)
 
 
-@plain
+@merged
 def widen(source: Any, at: int, kind: int, count: int, out: Any, to: int) -> None:
     """Write `count` numbers of an original at byte `at` as float32 to `out[to:]`."""
     if kind == 0:
@@ -81,12 +85,13 @@ def prepare(shape: Shape, limits: Limits, tiers: Store, h: int) -> None:
         norm = np.sqrt(square) * MARGIN
         if not norm < 1e30:
             tiers.failed[row] = 1
+            norm = 1e30
         # the absolute parts cover scaled queries that underflow
-        tiers.slack[2 * row] = norm + 1e-36
-        tiers.slack[2 * row + 1] = relative * norm * MARGIN + 1e-36
+        tiers.norms[row] = np.float32((norm + 1e-36) * (1 + 2.0**-22))
+        tiers.slacks[row] = np.float32((relative * norm * MARGIN + 1e-36) * (1 + 2.0**-22))
 
 
-@plain
+@merged
 def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
     """Widen the annotations of block `b`; a raw block has no residual and its own key and value norms."""
     at, bounds = h * turn.note_pitch + NOTES * b, h * turn.raw_bound_pitch + 2 * b
@@ -105,7 +110,7 @@ def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
     slot.key_spectrum[b], slot.value_spectrum[b] = half(tiers.notes[at + 6]), half(tiers.notes[at + 7])
 
 
-@plain
+@merged
 def read_scales(shape: Shape, keys: Any, at: int, floats: Any) -> None:
     """Widen scale and offset of the key record at byte `at` to `floats[:2 * D]`."""
     widen(keys, at + shape.padded * shape.dim, 2 if shape.narrow_keys else 0, 2 * shape.dim, floats, 0)
@@ -115,13 +120,20 @@ _fold1, _fold2, _fold4 = (fold_kernel(team) for team in (1, 2, TEAM))
 _dots1, _dots2, _dots4 = (dots_kernel(team) for team in (1, 2, TEAM))
 
 
+META = 32
+"""Numbers that a team has in `floats`: TEAM units, then as many of each of the following."""
+ABSOLUTES, SHIFTS, DELTAS, RESTS = TEAM, 2 * TEAM, 3 * TEAM, 4 * TEAM
+"""Sums of |q s|, q . z; bounds on the score errors, and what of them is not due to K - K'."""
+
+
 @plain
 def meta_of(shape: Shape, place: int, r: int) -> int:
-    """Return where step, sum |q s| and q . z of row `r` and block `place` of a strip stand in `floats`."""
-    return 4 * (shape.dim + place * shape.rows + r)
+    """Return where the unit of row `r` and block `place` of a strip stands in `floats`."""
+    teams = (shape.rows + TEAM - 1) // TEAM
+    return 4 * shape.dim + META * (place * teams + r // TEAM) + r % TEAM
 
 
-@plain
+@merged
 def fold_queries(
     shape: Shape, tiers: Store, at: int, item: Item, h: int, place: int, low: int, high: int
 ) -> None:
@@ -143,51 +155,63 @@ def fold_queries(
             _fold4(floats, dim, tiers.query, query, steps, ints, meta)
 
 
-@plain
+@merged
 def multiply(
-    shape: Shape, tiers: Store, at: int, item: Item, place: int, low: int, high: int, scores: Any, to: int
-) -> None:
-    """Multiply the codes at byte `at` by what `fold_queries` left: integers in `scores[to + row * P:]`."""
-    padded, pairs, stride, record = shape.padded, shape.dim // 2, 2 * shape.padded, shape.key_bytes
+    shape: Shape, tiers: Store, at: int, ahead: int, item: Item, place: int, low: int, high: int, scores: Any,
+    to: int,
+) -> None:  # fmt: skip
+    """Multiply the codes at byte `at` by what `fold_queries` left: integers in `scores[to + row * P:]`.
+
+    Asks for those `ahead` bytes further on.
+    """
+    keys, ints, dim, padded = tiers.keys, item.ints, shape.dim, shape.padded
+    pairs, stride = dim // 2, 2 * padded
     for r in range(low // TEAM * TEAM, high, TEAM):
         first, out = (place * shape.rows + r) * pairs, to + r * padded
         for t in range(0, padded, TILE):
-            codes, sums = at + 2 * t, out + t
+            codes, soon, sums = at + 2 * t, at + ahead + t * dim, out + t
             if shape.rows == 1:
-                _dots1(tiers.keys, codes, stride, record, item.ints, first, pairs, scores, sums, padded)
+                _dots1(keys, codes, stride, soon, ints, first, pairs, scores, sums, padded)
             elif shape.rows == 2:
-                _dots2(tiers.keys, codes, stride, record, item.ints, first, pairs, scores, sums, padded)
+                _dots2(keys, codes, stride, soon, ints, first, pairs, scores, sums, padded)
             else:
-                _dots4(tiers.keys, codes, stride, record, item.ints, first, pairs, scores, sums, padded)
+                _dots4(keys, codes, stride, soon, ints, first, pairs, scores, sums, padded)
 
 
-@plain
+@merged
 def as_scores(shape: Shape, item: Item, place: int, r: int, scores: Any, to: int) -> None:
     """Turn the integers of row `r` at `scores[to:]` into scores."""
     meta = meta_of(shape, place, r)
-    step, shift = splat(item.floats[meta]), splat(item.floats[meta + 2])
+    step, shift = splat(item.floats[meta]), splat(item.floats[meta + SHIFTS])
     for t in range(to, to + shape.padded, LANES):
         store(scores, t, fma(load_int(scores, t), step, shift))
 
 
-@plain
-def coded_delta(
-    shape: Shape, tiers: Store, floats: Any, meta: int, row: int, radius: float, reach: float
-) -> tuple[float, float]:
-    """Bound the score error of a block whose folding left its sums at `floats[meta:]`.
+@merged
+def bound_scores(shape: Shape, tiers: Store, floats: Any, meta: int, row: int, slot: Slot, b: int) -> None:
+    """Bound the score errors of a team whose folding left its sums at `floats[meta:]`; `row` is its first.
 
     min(D0, D3) of theory section 2, the 16-bit rounding of the folded query (half a step times |code| <= 128
-    per channel), rounding slack; infinite where float32 might have overflowed. Returns that, and what of it
-    is not due to K - K'.
+    per channel), rounding slack; infinite where float32 might have overflowed.
     """
-    step, absolute = np.float64(floats[meta]), np.float64(floats[meta + 1])
-    worst = 128.0 * shape.dim * shape.fold_steps * step + abs(np.float64(floats[meta + 2]))
-    if not (worst < 1e37 and absolute < 1e37):
-        return np.inf, np.inf
-    folding = 0.51 * 128 * shape.dim * step if step > 0 else 128.0 * absolute
-    nearest = min(0.5 * absolute, tiers.slack[2 * row] * radius)
-    rest = folding * MARGIN + tiers.slack[2 * row + 1] * reach + EXP_SLACK
-    return nearest * MARGIN + rest, rest
+    dim = shape.dim
+    unit, absolute = load(floats, meta), load(floats, meta + ABSOLUTES)
+    radius, reach = splat(slot.key_radius[b]), splat(slot.reach[b])
+    rounded = mul(splat(np.float32(0.51 * 128 * dim)), unit)
+    folding = pick_less(splat(np.float32(0)), unit, rounded, mul(splat(np.float32(128)), absolute))
+    nearest = smaller(mul(splat(np.float32(0.5)), absolute), mul(load(tiers.norms, row), radius))
+    margin = splat(np.float32(MARGIN))
+    rest = fma(load(tiers.slacks, row), reach, fma(folding, margin, splat(np.float32(EXP_SLACK))))
+    delta = fma(nearest, margin, rest)
+    worst = fma(splat(np.float32(128.0 * dim * shape.fold_steps)), unit, size(load(floats, meta + SHIFTS)))
+    most, infinite = splat(np.float32(1e37)), splat(np.float32(np.inf))
+    up = splat(np.float32(1 + 2.0**-20))  # float32 rounding of the bounds themselves
+    delta, rest = (
+        pick_less(worst, most, mul(delta, up), infinite),
+        pick_less(worst, most, mul(rest, up), infinite),
+    )
+    store(floats, meta + DELTAS, pick_less(absolute, most, delta, infinite))
+    store(floats, meta + RESTS, pick_less(absolute, most, rest, infinite))
 
 
 @plain
@@ -212,7 +236,7 @@ def weigh(
     peaks[b], masses[b], squares[b] = peak, total(mass), total(square)
 
 
-@plain
+@merged
 def score_strip(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, first: int, last: int
 ) -> None:
@@ -220,7 +244,7 @@ def score_strip(
 
     Stage by stage: every stage ends in a chain of dependent instructions, which the next block covers.
     """
-    padded, record, codes = shape.padded, shape.key_bytes, shape.padded * shape.dim
+    record, codes = shape.key_bytes, shape.padded * shape.dim
     keys, area = h * turn.key_pitch, shape.rows * shape.padded
     for b in range(first, last):
         at = keys + b * record
@@ -229,20 +253,94 @@ def score_strip(
             prefetch(tiers.keys, i + STRIP * record)
         fold_queries(shape, tiers, at, item, h, b - first, 0, shape.rows)
     for b in range(first, last):
-        multiply(shape, tiers, keys + b * record, item, b - first, 0, shape.rows, slot.weights, b * area)
+        multiply(
+            shape, tiers, keys + b * record, STRIP * record, item, b - first, 0, shape.rows, slot.weights,
+            b * area,
+        )  # fmt: skip
     for b in range(first, last):
-        radius, reach = np.float64(slot.key_radius[b]), np.float64(slot.reach[b])
-        for r in range(shape.group):
-            row, line, to = h * shape.rows + r, line_of(turn, slot, r), b * area + r * padded
-            meta = meta_of(shape, b - first, r)
-            delta, rest = coded_delta(shape, tiers, item.floats, meta, row, radius, reach)
-            # float32 rounding of the bound itself
-            line.delta[b] = line.coded_delta[b] = np.float32(delta * (1 + 2.0**-23))
-            line.rest[b] = np.float32(rest * (1 + 2.0**-23))
-            as_scores(shape, item, b - first, r, slot.weights, to)
-            weigh(slot.weights, to, shape.block, padded, line.peak, line.mass, line.square, b)
-            if not (delta < 1e30 and abs(line.peak[b]) < 1e37) and not tiers.raw[h * turn.raw_pitch + b]:
-                tiers.failed[row] = 1
+        for r in range(0, shape.rows, TEAM):
+            bound_scores(shape, tiers, item.floats, meta_of(shape, b - first, r), h * shape.rows + r, slot, b)
+        if shape.rows < TEAM:
+            for r in range(shape.group):
+                finish_row(shape, turn, item, slot, b, b - first, r)
+        else:
+            for r in range(0, shape.rows, TEAM):
+                finish_team(shape, turn, item, slot, b, b - first, r)
+
+
+@merged
+def finish_row(shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: int, r: int) -> None:
+    """Turn the integers of block `b` and row `r` into weights; write what stands in its line."""
+    line, meta, to = line_of(turn, slot, r), meta_of(shape, place, r), (b * shape.rows + r) * shape.padded
+    line.delta[b] = line.coded_delta[b] = item.floats[meta + DELTAS]
+    line.rest[b] = item.floats[meta + RESTS]
+    as_scores(shape, item, place, r, slot.weights, to)
+    weigh(slot.weights, to, shape.block, shape.padded, line.peak, line.mass, line.square, b)
+
+
+@merged
+def finish_team(shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: int, first: int) -> None:
+    """Do what `finish_row` does for TEAM rows from `first` on, whose chains of instructions interleave."""
+    line, meta, padded = line_of(turn, slot, first), meta_of(shape, place, first), shape.padded
+    weights, floats, pitch = slot.weights, item.floats, STATS * turn.width
+    one = (b * shape.rows + first) * padded
+    two, three, four = one + padded, one + 2 * padded, one + 3 * padded
+    for i in range(TEAM):
+        to = b + i * pitch
+        line.delta[to] = line.coded_delta[to] = floats[meta + DELTAS + i]
+        line.rest[to] = floats[meta + RESTS + i]
+        as_scores(shape, item, place, first + i, weights, one + i * padded)
+        for t in range(one + i * padded + shape.block, one + (i + 1) * padded):
+            weights[t] = LOW
+    a = c = d = e = splat(LOW)
+    for t in range(0, padded, LANES):
+        a, c = larger(load(weights, one + t), a), larger(load(weights, two + t), c)
+        d, e = larger(load(weights, three + t), d), larger(load(weights, four + t), e)
+    store_tops(line.peak, b, pitch, a, c, d, e)
+    a, c = splat(line.peak[b]), splat(line.peak[b + pitch])
+    d, e = splat(line.peak[b + 2 * pitch]), splat(line.peak[b + 3 * pitch])
+    mass1 = mass2 = mass3 = mass4 = square1 = square2 = square3 = square4 = splat(np.float32(0))
+    for t in range(0, padded, LANES):  # two rows at a time: more do not fit the registers
+        weight, other = (
+            exponential(sub(load(weights, one + t), a)),
+            exponential(sub(load(weights, two + t), c)),
+        )
+        store(weights, one + t, weight)
+        store(weights, two + t, other)
+        mass1, square1 = add(mass1, weight), fma(weight, weight, square1)
+        mass2, square2 = add(mass2, other), fma(other, other, square2)
+    for t in range(0, padded, LANES):
+        weight, other = (
+            exponential(sub(load(weights, three + t), d)),
+            exponential(sub(load(weights, four + t), e)),
+        )
+        store(weights, three + t, weight)
+        store(weights, four + t, other)
+        mass3, square3 = add(mass3, weight), fma(weight, weight, square3)
+        mass4, square4 = add(mass4, other), fma(other, other, square4)
+    store_sums(line.mass, b, pitch, mass1, mass2, mass3, mass4)
+    store_sums(line.square, b, pitch, square1, square2, square3, square4)
+
+
+@plain
+def note_overflow(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, first: int, end: int) -> None:
+    """Mark the rows with a score of blocks `first` to `end` that float32 might not hold."""
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    wide, high = splat(np.float32(1e30)), splat(np.float32(1e37))
+    for r in range(shape.group):
+        line, bad, b = line_of(turn, slot, r), zero, first
+        while b + LANES <= end:  # NaN is not below anything
+            fine = pick_less(load(line.delta, b), wide, zero, one)
+            bad, b = larger(bad, pick_less(size(load(line.peak, b)), high, fine, one)), b + LANES
+        if highest(bad) > 0:
+            b = first
+        while b < end:
+            if (
+                not (line.delta[b] < 1e30 and abs(line.peak[b]) < 1e37)
+                and not tiers.raw[h * turn.raw_pitch + b]
+            ):
+                tiers.failed[h * shape.rows + r] = 1
+            b += 1
 
 
 def _exact_scores(name: str, read: Any, item: int) -> Any:
@@ -347,7 +445,7 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
     sound = exact_scores(shape, tiers, tiers.tail, at, 0, turn.tail, h, 0, shape.rows, slot.weights, to)
     for r in range(shape.rows):
         line, row = line_of(turn, slot, r), h * shape.rows + r
-        line.delta[b] = line.rest[b] = tiers.slack[2 * row + 1] * slot.reach[b] + EXP_SLACK
+        line.delta[b] = line.rest[b] = np.float64(tiers.slacks[row]) * slot.reach[b] + EXP_SLACK
         if turn.tail:
             weigh(slot.weights, to + r * padded, turn.tail, padded, line.peak, line.mass, line.square, b)
         else:
@@ -359,8 +457,9 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
 @plain
 def score_range(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, part: int) -> None:
     """Score the blocks of one range, and the tail with the last one."""
-    end = turn.blocks * (part + 1) // turn.ranges
-    for b in range(turn.blocks * part // turn.ranges, end, STRIP):
+    first, end = turn.blocks * part // turn.ranges, turn.blocks * (part + 1) // turn.ranges
+    for b in range(first, end, STRIP):
         score_strip(shape, turn, tiers, item, slot, h, b, min(b + STRIP, end))
+    note_overflow(shape, turn, tiers, slot, h, first, end)
     if part == turn.ranges - 1:
         score_tail(shape, turn, tiers, item, slot, h)

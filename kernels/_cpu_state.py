@@ -121,8 +121,10 @@ class Store(NamedTuple):
     """float64 `[FIELDS, Hq]`"""
     query: Any
     """float32 `[Hkv, rows, D]`, times the scale."""
-    slack: Any
-    """float64 `[Hkv, rows, 2]`: norm of the scaled query, rounding slack per unit of key norm."""
+    norms: Any
+    """float32 `[Hkv, rows]`: norm of the scaled query, rounded up,"""
+    slacks: Any
+    """and rounding slack per unit of key norm."""
     failed: Any
     """uint8 `[Hkv, rows]`: float32 overflowed."""
     todo: Any
@@ -330,8 +332,8 @@ def store_at(call: Any) -> Store:
         bytes_at(a[0]), bytes_at(a[1]), shorts_at(a[2]), bytes_at(a[3]), doubles_at(a[4]), longs_at(a[5]),
         bytes_at(a[6]), bytes_at(a[7]), bytes_at(a[8]), doubles_at(a[9]), doubles_at(a[10]),
         doubles_at(a[11]), bytes_at(a[12]), bytes_at(a[13]), doubles_at(a[14]), floats_at(a[15]),
-        doubles_at(a[16]), bytes_at(a[17]), bytes_at(a[18]), doubles_at(a[19]), doubles_at(a[20]),
-        longs_at(a[21]),
+        floats_at(a[16]), floats_at(a[17]), bytes_at(a[18]), bytes_at(a[19]), doubles_at(a[20]),
+        doubles_at(a[21]), longs_at(a[22]),
     )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ class _PartCompiler(Compiler):  # type: ignore[misc]
 _parts: set[str] = set()
 
 
-def _inner(fast: set[str]) -> Callable[[Any], Any]:
+def _inner(fast: set[str], **options: Any) -> Callable[[Any], Any]:
     """Return the decorator of a function that only kernels call.
 
     Numba would compile it again for every literal argument. And it tells functions apart by their name and by
@@ -128,7 +128,8 @@ def _inner(fast: set[str]) -> Callable[[Any], Any]:
         if name in _parts:
             raise ValueError(f"two parts of the kernels are called {name}; `variant` gives each its own name")
         _parts.add(name)
-        made = njit(nogil=True, error_model="numpy", fastmath=fast, pipeline_class=_PartCompiler)(function)
+        options_ = {"nogil": True, "error_model": "numpy", "fastmath": fast, "pipeline_class": _PartCompiler}
+        made = njit(**options_, **options)(function)
         template = made.get_call_template
         made.get_call_template = lambda args, kws: template([types.unliteral(a) for a in args], kws)
         return made
@@ -137,16 +138,18 @@ def _inner(fast: set[str]) -> Callable[[Any], Any]:
 
 
 plain = _inner(set())
+# a call copies every number of every tuple it passes on: 60 and more, which a block of 32 tokens notices
+merged = _inner(set(), forceinline=True)
 # order-free sums are what the rounding analysis charges; NaN must survive, so `nnan` is left out
 loose = _inner({"reassoc", "contract", "nsz"})
 # for finite input only
 finite = _inner({"reassoc", "contract", "nsz", "nnan"})
 
 
-def variant(function: Any, name: str) -> Any:
+def variant(function: Any, name: str, kind: Callable[[Any], Any] = plain) -> Any:
     """Return `function` as a part of its own, one of several that the same lines make."""
     function.__qualname__ += f"-{name}"
-    return plain(function)
+    return kind(function)
 
 
 class Vector(types.Type):  # type: ignore[misc]
@@ -269,6 +272,10 @@ def joined(builder: Any, vectors: list[Any]) -> Any:
     return builder.shuffle_vector(*vectors, order)
 
 
+def add_of(builder: Any, x: Any, y: Any) -> Any:
+    return builder.fadd(x, y)
+
+
 def larger_of(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
@@ -312,7 +319,7 @@ load_half = _reader(_f16, lambda b, x: b.fpext(x, FLOAT_LANES))
 load_bfloat = _reader(_i16, _widen_bfloat)
 store = _writer(_f32, lambda b, x: x)
 splat = _op(FLOATS, (f32,), splat_of)
-add = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fadd(x, y))
+add = _op(FLOATS, (FLOATS, FLOATS), add_of)
 sub = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fsub(x, y))
 mul = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fmul(x, y))
 divide = _op(FLOATS, (FLOATS, FLOATS), lambda b, x, y: b.fdiv(x, y))
@@ -387,36 +394,50 @@ def least_split(typing: Any, first: Any, second: Any, third: Any, index: Any, in
     return f64(first, second, third, i64, f64, f64), code
 
 
-@intrinsic
-def store_sums(
-    typing: Any, pointer: Any, index: Any, stride: Any, one: Any, two: Any, three: Any, four: Any
-) -> Any:
-    """Write the sums of the lanes of four vectors, `stride` numbers apart."""
+def across(builder: Any, vectors: list[Any], combine: Callable[..., Any]) -> Any:
+    """Return `<4 x float>`: the lanes of each of four vectors, combined two at a time."""
 
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer, index, stride, *vectors = values
+    def folded(x: Any, y: Any) -> Any:
+        """Combine neighbours: those of `x` land in the first half of every four lanes."""
+        lanes = [4 * (i // 4) + 2 * (i % 2) + LANES * (i % 4 // 2) for i in range(LANES)]
+        masks = [ir.Constant(INTS, [lane + odd for lane in lanes]) for odd in (0, 1)]
+        return combine(builder, *(builder.shuffle_vector(x, y, mask) for mask in masks))
 
-        def folded(x: Any, y: Any) -> Any:
-            """Return sums of neighbours: those of `x` in the first half of every four lanes."""
-            lanes = [4 * (i // 4) + 2 * (i % 2) + LANES * (i % 4 // 2) for i in range(LANES)]
-            masks = [ir.Constant(INTS, [lane + odd for lane in lanes]) for odd in (0, 1)]
-            return builder.fadd(*(builder.shuffle_vector(x, y, mask) for mask in masks))
+    result, width = folded(folded(*vectors[:2]), folded(*vectors[2:])), LANES
+    while width > 4:
+        width //= 2
+        halves = [
+            builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(_i32, width), list(part)))
+            for part in (range(width), range(width, 2 * width))
+        ]
+        result = combine(builder, *halves)
+    return result
 
-        sums = folded(folded(*vectors[:2]), folded(*vectors[2:]))
-        width = LANES
-        while width > 4:
-            width //= 2
-            halves = [
-                builder.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(_i32, width), list(part)))
-                for part in (range(width), range(width, 2 * width))
-            ]
-            sums = builder.fadd(*halves)
-        for i in range(4):
-            where = builder.gep(pointer, [builder.add(index, builder.mul(stride, _i64(i)))])
-            builder.store(builder.extract_element(sums, _i32(i)), where)
-        return context.get_dummy_value()
 
-    return types.void(pointer, i64, i64, *(FLOATS,) * 4), code
+def _store_across(combine: Callable[..., Any]) -> Any:
+    """Return `write(pointer, index, stride, one, two, three, four)`: the lanes of each combined to a number.
+
+    The four numbers are written `stride` apart.
+    """
+
+    def write(
+        typing: Any, pointer: Any, index: Any, stride: Any, one: Any, two: Any, three: Any, four: Any
+    ) -> Any:
+
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            pointer, index, stride, *vectors = values
+            numbers = across(builder, vectors, combine)
+            for i in range(4):
+                where = builder.gep(pointer, [builder.add(index, builder.mul(stride, _i64(i)))])
+                builder.store(builder.extract_element(numbers, _i32(i)), where)
+            return context.get_dummy_value()
+
+        return types.void(pointer, i64, i64, *(FLOATS,) * 4), code
+
+    return intrinsic(write)
+
+
+store_sums, store_tops = _store_across(add_of), _store_across(larger_of)
 
 
 @intrinsic

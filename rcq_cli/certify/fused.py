@@ -18,6 +18,7 @@ from rcq_cli.certify.ladder import Budget
 from rcq_cli.kernels import _cpu_state as state
 from rcq_cli.kernels import cpu
 from rcq_cli.kernels._cpu_integer import TEAM
+from rcq_cli.kernels._cpu_score import META
 from rcq_cli.kernels._cpu_vector import LANES
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.phases import covers, heard, phase, phased
@@ -220,7 +221,8 @@ class Scratch:
         # an odd number of cache lines: rows that are written together must not share their sets
         width = state.used_width.py_func(blocks) + 16
         width += 16 if width // 16 % 2 == 0 else 0
-        floats = max(4 * (dim + state.STRIP * rows), (team + dim) * padded) + 64
+        metas = META * state.STRIP * -(-rows // team)
+        floats = max(4 * dim + metas, (team + dim) * padded) + 64
         ints = max(state.STRIP * rows * dim, groups * team * padded) // 2 + 64
         gather = rows * (dim + groups * lanes + lanes) + state.APART
         weights = (blocks + 1) * rows * padded + 64
@@ -228,8 +230,8 @@ class Scratch:
         """Lengths of rows: statistics, weights, floats, ints, accumulators."""
         f, d, u, i = np.float32, np.float64, np.uint8, np.int64
         sizes: tuple[tuple[int, Any], ...] = (
-            (heads * dim, f), (2 * heads, d), (heads, u), (heads, u), (heads * state.PLANS, d),
-            (heads * dim, d), (2 * shape.heads, i), (slots * weights, f),
+            (heads * dim, f), (heads + lanes, f), (heads + lanes, f), (heads, u), (heads, u),
+            (heads * state.PLANS, d), (heads * dim, d), (2 * shape.heads, i), (slots * weights, f),
             (slots * rows * state.STATS * width, f), (slots * state.NOTES * width, f),
             (slots * rows * width, u), (slots * state.MARKS * width, u),
             (slots * 3 * state.TABLE, d), (items * floats, f), (items * ints, np.int32),
@@ -238,7 +240,7 @@ class Scratch:
         )  # fmt: skip
         self.arrays = [aligned(np.zeros, count * np.dtype(kind).itemsize).view(kind) for count, kind in sizes]
         self.addresses = np.array([array.ctypes.data for array in self.arrays])
-        self.faults = self.arrays[6].reshape(-1, 2)
+        self.faults = self.arrays[7].reshape(-1, 2)
         self.nbytes = sum(array.nbytes for array in self.arrays)
 
 
