@@ -40,10 +40,10 @@ class FusedStep:
         cache = self.cache
         output, fields, scratch = run_kernel(cache, self.query, self.budget, self.explore, self.count)
         self.scratch_bytes = scratch.nbytes
-        if scratch.faults[:, 0].any():
+        if np.count_nonzero(scratch.faults[:, 0]):
             return self._faulty(scratch.faults, fields)
         exact = fields[state.EXACT] != 0
-        if exact.any():
+        if np.count_nonzero(exact):
             self._exact_heads(output, fields, exact)
         return Step(output, self._certificate(fields, exact))
 
@@ -100,24 +100,22 @@ class FusedStep:
         return Step(output, self._certificate(fields, np.ones(len(output), dtype=bool)))
 
     def _certificate(self, fields: np.ndarray, exact: np.ndarray) -> Certificate:
-        blocks = self.cache.block_count
+        blocks, tensor = self.cache.block_count, torch.from_numpy
         used = fields[state.KEYS_USED : state.SKIPPED + 1].astype(np.int32)
-        if exact.any():
+        if np.count_nonzero(exact):
             used[:2, exact], used[2, exact] = blocks, 0
-        key, value, dropped, rounding, norm = torch.from_numpy(fields[: state.NORM + 1]).unbind()
-        keys_used, values_used, skipped = torch.from_numpy(used).unbind()
         return Certificate(
-            key_bound=key,
-            value_bound=value,
-            dropped_bound=dropped,
-            rounding_bound=rounding,
-            total_bound=torch.from_numpy(fields[0] + fields[1] + fields[2] + fields[3]),
-            output_norm=norm,
-            exact=torch.from_numpy(exact),
-            rung=torch.from_numpy(fields[state.RUNG].astype(np.int8)),
-            promoted_key_blocks=keys_used,
-            promoted_value_blocks=values_used,
-            skipped_value_blocks=skipped,
+            key_bound=tensor(fields[state.KEY_BOUND]),
+            value_bound=tensor(fields[state.VALUE_BOUND]),
+            dropped_bound=tensor(fields[state.DROPPED_BOUND]),
+            rounding_bound=tensor(fields[state.ROUNDING_BOUND]),
+            total_bound=tensor(fields[0] + fields[1] + fields[2] + fields[3]),
+            output_norm=tensor(fields[state.NORM]),
+            exact=tensor(exact),
+            rung=tensor(fields[state.RUNG].astype(np.int8)),
+            promoted_key_blocks=tensor(used[0]),
+            promoted_value_blocks=tensor(used[1]),
+            skipped_value_blocks=tensor(used[2]),
             blocks=blocks,
             paged_bytes=int(fields[state.PAGED].sum()),
         )
