@@ -106,7 +106,7 @@ def compare_scores(
         row = h * shape.rows + r
         if tiers.failed[row]:
             continue
-        as_scores(shape, item, 0, r, pads, r * padded)
+        as_scores(shape, item, 0, r, pads, r * padded, padded)
         meta = meta_of(shape, 0, r)
         bound_scores(shape, tiers, item.floats, meta - r % TEAM, row - r % TEAM, slot, b)
         allowed = np.float64(item.floats[meta + DELTAS]) + np.float64(tiers.slacks[row]) * reach

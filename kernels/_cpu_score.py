@@ -120,6 +120,8 @@ _fold1, _fold2, _fold4 = (fold_kernel(team) for team in (1, 2, TEAM))
 _dots1, _dots2, _dots4 = (dots_kernel(team) for team in (1, 2, TEAM))
 
 
+USUAL = 32
+"""Tokens of a block that loops are unrolled for."""
 META = 32
 """Numbers that a team has in `floats`: TEAM units, then as many of each of the following."""
 ABSOLUTES, SHIFTS, DELTAS, RESTS = TEAM, 2 * TEAM, 3 * TEAM, 4 * TEAM
@@ -179,11 +181,11 @@ def multiply(
 
 
 @merged
-def as_scores(shape: Shape, item: Item, place: int, r: int, scores: Any, to: int) -> None:
+def as_scores(shape: Shape, item: Item, place: int, r: int, scores: Any, to: int, padded: int) -> None:
     """Turn the integers of row `r` at `scores[to:]` into scores."""
     meta = meta_of(shape, place, r)
     step, shift = splat(item.floats[meta]), splat(item.floats[meta + SHIFTS])
-    for t in range(to, to + shape.padded, LANES):
+    for t in range(to, to + padded, LANES):
         store(scores, t, fma(load_int(scores, t), step, shift))
 
 
@@ -265,7 +267,10 @@ def score_strip(
                 finish_row(shape, turn, item, slot, b, b - first, r)
         else:
             for r in range(0, shape.rows, TEAM):
-                finish_team(shape, turn, item, slot, b, b - first, r)
+                if shape.padded == USUAL:  # loops of known length
+                    finish_team(shape, turn, item, slot, b, b - first, r, USUAL)
+                else:
+                    finish_team(shape, turn, item, slot, b, b - first, r, shape.padded)
 
 
 @merged
@@ -274,14 +279,16 @@ def finish_row(shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: 
     line, meta, to = line_of(turn, slot, r), meta_of(shape, place, r), (b * shape.rows + r) * shape.padded
     line.delta[b] = line.coded_delta[b] = item.floats[meta + DELTAS]
     line.rest[b] = item.floats[meta + RESTS]
-    as_scores(shape, item, place, r, slot.weights, to)
+    as_scores(shape, item, place, r, slot.weights, to, shape.padded)
     weigh(slot.weights, to, shape.block, shape.padded, line.peak, line.mass, line.square, b)
 
 
 @merged
-def finish_team(shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: int, first: int) -> None:
+def finish_team(
+    shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: int, first: int, padded: int
+) -> None:
     """Do what `finish_row` does for TEAM rows from `first` on, whose chains of instructions interleave."""
-    line, meta, padded = line_of(turn, slot, first), meta_of(shape, place, first), shape.padded
+    line, meta = line_of(turn, slot, first), meta_of(shape, place, first)
     weights, floats, pitch = slot.weights, item.floats, STATS * turn.width
     one = (b * shape.rows + first) * padded
     two, three, four = one + padded, one + 2 * padded, one + 3 * padded
@@ -289,7 +296,7 @@ def finish_team(shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place:
         to = b + i * pitch
         line.delta[to] = line.coded_delta[to] = floats[meta + DELTAS + i]
         line.rest[to] = floats[meta + RESTS + i]
-        as_scores(shape, item, place, first + i, weights, one + i * padded)
+        as_scores(shape, item, place, first + i, weights, one + i * padded, padded)
         for t in range(one + i * padded + shape.block, one + (i + 1) * padded):
             weights[t] = LOW
     a = c = d = e = splat(LOW)
