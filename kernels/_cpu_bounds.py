@@ -25,6 +25,7 @@ from rcq_cli.kernels._cpu_vector import (
     least_split,
     load,
     loose,
+    merged,
     mul,
     pick_less,
     plain,
@@ -96,7 +97,7 @@ def skipped_weight(line: Line, width: int) -> float:
     return result
 
 
-@plain
+@merged
 def normalise(line: Line, width: int) -> float:
     """Set every block's factor exp(peak - highest peak) and share.
 
@@ -124,7 +125,7 @@ class ValueSums(NamedTuple):
     """Of the relative factor times the value step of coded blocks."""
 
 
-@plain
+@merged
 def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float) -> ValueSums:
     """Write min(share * eta, sqrt(S2) * spectral norm) and S2 of blocks whose values are read from codes.
 
@@ -227,7 +228,7 @@ def key_terms(
     return KeySums(fixed, low / MARGIN, moved, flushed, np.float64(highest(widest)))
 
 
-@plain
+@merged
 def skip_terms(line: Line, slot: Slot, width: int, weight: float) -> None:
     """Write share * rv and S2 of blocks whose values are not read; `move` is empty."""
     inverse, one, zero = splat(np.float32(1 / weight)), splat(np.float32(1)), splat(np.float32(0))
@@ -347,7 +348,7 @@ def blocks_to_drop(table: Any, spectrum: float, away: float, target: float) -> C
     return Cut(0, 0.0)
 
 
-@plain
+@merged
 def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, tokens: int) -> float:
     """Bound the rounding of the value pass and of the division (theory 7.1), the stored output left out."""
     exact = (RUN + EXACT_RUN) // EXACT_RUN * shape.block
@@ -360,7 +361,7 @@ def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, to
     return error * MARGIN
 
 
-@plain
+@merged
 def variation_around(
     line: Line, slot: Slot, width: int, weight: float, sums: KeySums, errors: Errors
 ) -> float:
@@ -391,7 +392,7 @@ def variation_around(
     return max((others + rest * (1 - low)) / low, rest)
 
 
-@plain
+@merged
 def key_bound(
     line: Line,
     slot: Slot,

@@ -60,7 +60,17 @@ from rcq_cli.kernels._cpu_state import (
     line_of,
     used_width,
 )
-from rcq_cli.kernels._cpu_vector import ahead, bfloat, bits, half, half_bits, plain, put_float, put_short
+from rcq_cli.kernels._cpu_vector import (
+    ahead,
+    bfloat,
+    bits,
+    half,
+    half_bits,
+    merged,
+    plain,
+    put_float,
+    put_short,
+)
 
 GLANCE, GLANCE_PART = 8, 0.98
 """Heaviest blocks read to guess the output before anything is skipped or promoted, fewer where they have this
@@ -78,7 +88,7 @@ KEY_FLOOR = 0.1
 """Keys are promoted until their bound fits what is left, at least this share of the budget."""
 
 
-@plain
+@merged
 def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
     """Pin what is always read from the originals: raw blocks, the first block (sinks) and the newest one."""
     tiers.faults[2 * h] = 0
@@ -102,7 +112,7 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
         slot.pins[b] = pinned and b < turn.blocks and turn.certify != 0
 
 
-@plain
+@merged
 def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Read keys of the pinned blocks from the originals, and probe a few others."""
     if not turn.certify or not turn.blocks:
@@ -115,7 +125,7 @@ def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot
                 line_of(turn, slot, r).value_coded[b] = np.float32(0)
 
 
-@plain
+@merged
 def settle(tiers: Store, row: int, dim: int, weight: float, missing: float, centre: Any, sums: Any) -> None:
     """Write sums / weight + missing * c0 as the output of `row`, its norm and distance to its plan."""
     norm, away = 0.0, 0.0
@@ -128,7 +138,7 @@ def settle(tiers: Store, row: int, dim: int, weight: float, missing: float, cent
     tiers.plans[row * PLANS + PLAN_AWAY] = np.sqrt(away)
 
 
-@plain
+@merged
 def guess(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int, weight: float
 ) -> None:
@@ -160,7 +170,7 @@ def budget(limits: Limits, norm: float) -> float:
     return limits.eps if limits.absolute > 0 else norm * limits.eps / (1 + limits.eps)
 
 
-@plain
+@merged
 def leading(cut: Cut, bucket: int, spare: float) -> tuple[bool, float]:
     """Return whether a block of that bucket is to be promoted, and what its bucket has left over.
 
@@ -172,7 +182,7 @@ def leading(cut: Cut, bucket: int, spare: float) -> tuple[bool, float]:
     return (True, spare - 1.0) if spare > 1 else (False, spare)
 
 
-@plain
+@merged
 def choose_values(
     shape: Shape,
     turn: Turn,
@@ -216,7 +226,7 @@ def choose_values(
     return True
 
 
-@plain
+@merged
 def skip_blocks(
     turn: Turn, line: Line, slot: Slot, width: int, weight: float, spectrum: float, allowance: float
 ) -> float:
@@ -241,7 +251,7 @@ def skip_blocks(
     return allowance
 
 
-@plain
+@merged
 def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int, promoted: bool) -> None:
     """Skip what costs little, and decide which keys row `r` needs within what values leave.
 
@@ -275,7 +285,7 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
             want_key(shape, turn, tiers, slot, h, b)
 
 
-@plain
+@merged
 def want_key(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
     """Mark the key of block `b` for promotion in every row to do, and plan with the error it will have."""
     slot.want_keys[b] = 1
@@ -295,7 +305,7 @@ def centre_norm(shape: Shape, tiers: Store, h: int) -> float:
     return np.sqrt(square)
 
 
-@plain
+@merged
 def promote_wanted(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Promote the keys that rows marked, each while the next one is on its way."""
     last = -1
@@ -351,7 +361,7 @@ class Stored(NamedTuple):
     """Norm of the difference to what was computed."""
 
 
-@plain
+@merged
 def store_row(shape: Shape, tiers: Store, h: int, r: int) -> Stored:
     """Round the output of row `r` to the dtype of the cache."""
     first, dim = (h * shape.rows + r) * shape.dim, shape.dim
@@ -377,7 +387,7 @@ def store_row(shape: Shape, tiers: Store, h: int, r: int) -> Stored:
     return Stored(np.sqrt(norm), np.sqrt(error) * (1 + 2.0**-30))
 
 
-@plain
+@merged
 def judge(
     shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, h: int, r: int, weight: float
 ) -> bool:
@@ -413,7 +423,7 @@ def judge(
     return key + skipped + value + rounding <= limit
 
 
-@plain
+@merged
 def count_blocks(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: int) -> int:
     """Write what row `r` used; return the blocks it brought from the originals."""
     line, rung = line_of(turn, slot, r), 0

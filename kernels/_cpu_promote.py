@@ -27,6 +27,7 @@ from rcq_cli.kernels._cpu_vector import (
     highest,
     larger,
     load,
+    merged,
     mul,
     pick_less,
     plain,
@@ -84,7 +85,7 @@ def sound(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int) -> 
     return False
 
 
-@plain
+@merged
 def compare_scores(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, low: int, high: int
 ) -> None:
@@ -196,7 +197,7 @@ def drawn(state: int, bit: int, count: int) -> int:
     return np.int64((state >> np.uint64(bit)) % np.uint64(count))
 
 
-@plain
+@merged
 def explore(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Compare the codes of a few blocks with the originals, for one query head, only to find corruption."""
     state = np.uint64(turn.count * 8191 + h + 1) * np.uint64(0x9E3779B97F4A7C15)

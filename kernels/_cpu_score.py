@@ -216,7 +216,7 @@ def bound_scores(shape: Shape, tiers: Store, floats: Any, meta: int, row: int, s
     store(floats, meta + RESTS, pick_less(absolute, most, rest, infinite))
 
 
-@plain
+@merged
 def weigh(
     weights: Any, at: int, tokens: int, padded: int, peaks: Any, masses: Any, squares: Any, b: int
 ) -> None:
@@ -329,7 +329,7 @@ def finish_team(
     store_sums(line.square, b, pitch, square1, square2, square3, square4)
 
 
-@plain
+@merged
 def note_overflow(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, first: int, end: int) -> None:
     """Mark the rows with a score of blocks `first` to `end` that float32 might not hold."""
     zero, one = splat(np.float32(0)), splat(np.float32(1))
@@ -433,7 +433,7 @@ def square_distance(row: Any, first: int, dim: int, centre: Any, to: int, scale:
     return result
 
 
-@plain
+@merged
 def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Score the open tail as one more block, with exact keys and values."""
     b, dim, padded, floats = turn.blocks, shape.dim, shape.padded, item.floats
