@@ -99,10 +99,23 @@ def accumulate(gathered: Any, place: int, part: Any) -> None:
 
 def _exact_values(name: str, read: Any, item_size: int) -> Any:
 
-    def gather(shape: Shape, source: Any, at: int, tokens: int, item: Item) -> None:
+    def gather(shape: Shape, source: Any, at: int, tokens: int, item: Item, count: int) -> None:
         """Add the weighted originals at byte `at`; a number is `item_size` bytes, read by `read`."""
         dim, weights, gathered, rows, pad = shape.dim, item.floats, item.gathered, item.rows, shape.padded
         row, step, c = dim * item_size, LANES * item_size, 0
+        while count == 1 and c + 4 * LANES <= dim:
+            one = two = three = four = splat(np.float32(0))
+            for t in range(tokens):
+                here, weight = at + t * row + c * item_size, splat(weights[t])
+                one, two = fma(weight, read(source, here), one), fma(weight, read(source, here + step), two)
+                three = fma(weight, read(source, here + 2 * step), three)
+                four = fma(weight, read(source, here + 3 * step), four)
+            place = rows[0] * dim + c
+            accumulate(gathered, place, one)
+            accumulate(gathered, place + LANES, two)
+            accumulate(gathered, place + 2 * LANES, three)
+            accumulate(gathered, place + 3 * LANES, four)
+            c += 4 * LANES
         while c + 2 * LANES <= dim:  # two vectors share a weight once it is in all lanes
             one = two = three = four = splat(np.float32(0))
             five = six = seven = eight = one
@@ -156,32 +169,38 @@ def gather_exact(
             weight = load(slot.weights, (b * shape.rows + r) * shape.padded + t)
             store(floats, i * shape.padded + t, mul(weight, splat(np.float32(factor))))
     if shape.kind == 0:
-        _values_single(shape, source, at, tokens, item)
+        _values_single(shape, source, at, tokens, item, count)
     elif shape.kind == 1:
-        _values_bfloat(shape, source, at, tokens, item)
+        _values_bfloat(shape, source, at, tokens, item, count)
     else:
-        _values_half(shape, source, at, tokens, item)
+        _values_half(shape, source, at, tokens, item, count)
+
+
+@merged
+def clear(shape: Shape, item: Item, low: int, high: int) -> None:
+    """Set the float32 accumulators of the rows `low` to `high` to 0."""
+    dim, wide, zero = shape.dim, shape.groups * LANES, splat(np.float32(0))
+    offsets, lows = shape.rows * dim, shape.rows * (dim + wide)
+    for c in range(low * dim, high * dim, LANES):
+        store(item.gathered, c, zero)
+    for c in range(offsets + low * wide, offsets + high * wide, LANES):
+        store(item.gathered, c, zero)
+    for c in range(lows + low * LANES, lows + high * LANES, LANES):
+        store(item.gathered, c, zero)
 
 
 @plain
-def clear(shape: Shape, item: Item) -> None:
-    """Set the float32 accumulators to 0."""
-    for c in range(0, shape.rows * (shape.dim + shape.groups * LANES + LANES), LANES):
-        store(item.gathered, c, splat(np.float32(0)))
-
-
-@plain
-def flush(shape: Shape, item: Item) -> None:
-    """Move the float32 accumulators of all rows into the float64 sums."""
+def flush(shape: Shape, item: Item, first: int, end: int) -> None:
+    """Move the float32 accumulators of the rows `first` to `end` into the float64 sums."""
     dim, groups, gathered, chunk = shape.dim, shape.groups, item.gathered, shape.dim // shape.groups
     lows = shape.rows * (dim + groups * LANES)
-    for r in range(shape.group):
+    for r in range(first, end):
         low = np.float64(total(load(gathered, lows + r * LANES)))
         for g in range(groups):
             offset = low + np.float64(total(load(gathered, shape.rows * dim + (r * groups + g) * LANES)))
             for c in range(r * dim + g * chunk, r * dim + (g + 1) * chunk, LANES):
                 add_to_doubles(item.sums, c, load(gathered, c), offset)
-    clear(shape, item)
+    clear(shape, item, first, end)
 
 
 @merged
@@ -244,9 +263,10 @@ def sum_reads(
 
     Of row `only`, or with -1 of all still to do. What the next one needs is on its way meanwhile.
     """
-    for c in range(shape.rows * shape.dim):
+    low, high = (0, shape.group) if only < 0 else (only, only + 1)
+    for c in range(low * shape.dim, high * shape.dim):
         item.sums[c] = 0.0
-    clear(shape, item)
+    clear(shape, item, low, high)
     run, b = 0, next_read(slot, first, end)
     while b < end:
         after = next_read(slot, b + 1, end)
@@ -255,9 +275,9 @@ def sum_reads(
         exact = add_block(shape, turn, tiers, item, slot, h, b, after, only)
         run, b = run + (EXACT_RUN if exact else 1), after
         if run >= RUN:
-            flush(shape, item)
+            flush(shape, item, low, high)
             run = 0
-    flush(shape, item)
+    flush(shape, item, low, high)
 
 
 @plain
