@@ -26,7 +26,7 @@ from rcq_cli.tasks._answer_metrics import (
     qa_f1,
     rouge_l,
 )
-from rcq_cli.tasks._records import cut_middle, parse, substitute
+from rcq_cli.tasks._records import cut_middle, is_text, parse, substitute
 from rcq_cli.tasks._words import data
 
 PLAIN = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
@@ -390,7 +390,32 @@ def test_without_jieba_only_the_segmented_parts_end(tmp_path, monkeypatch):
 )
 def test_bad_records_are_named(text, match):
     with pytest.raises(SpecError, match=match):
-        parse(text.encode(), "file.jsonl", ("input", "context"))
+        parse(text.encode(), "file.jsonl", dict.fromkeys(("input", "context"), is_text))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("answers", "bare text"),
+        ("answers", []),
+        ("answers", None),
+        ("length", "long"),
+        ("context", None),
+        ("input", 3),
+        ("all_classes", "abc"),
+    ],
+)
+def test_a_field_that_holds_something_else_is_named(tmp_path, field, value):
+    data = write(tmp_path, "qasper.jsonl", [row(1), row(2, **{field: value})])
+    with pytest.raises(SpecError, match=rf"qasper.jsonl: record 2: field '{field}' cannot be "):
+        build("qasper", data)
+
+
+@pytest.mark.parametrize("raw", [b"PK no zip", b""])
+def test_a_damaged_zip_file_is_named(tmp_path, raw):
+    (tmp_path / "data.zip").write_bytes(raw)
+    with pytest.raises(SpecError, match=r"data\.zip cannot be read"):
+        build("qasper", str(tmp_path))
 
 
 # -- four choices --------------------------------------------------------------------------------------------
