@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 
@@ -391,6 +392,22 @@ def test_what_an_engine_has_to_say_is_said_once_and_loading_is_named(tmp_path):
     execute(tmp_path, engine, batch("dense"), batch("dense", seed=7), progress=Listener())
     assert heard[:3] == ["loading stub", "loading stub", "bfloat16 is emulated"]
     assert heard.count("bfloat16 is emulated") == 1
+
+
+def test_fewer_samples_than_asked_for_are_told(tmp_path):
+    class Short(stub_bench.Task):
+        def samples(self, request, tokenizer):
+            return islice(super().samples(request, tokenizer), 3)
+
+    heard = []
+
+    class Listener(stub_bench.Silent):
+        def note(self, text):
+            heard.append(text)
+
+    run.TASKS.entries["stub"] = Short(parts=("a", "b"))
+    execute(tmp_path, Engine(), batch("dense"), progress=Listener())
+    assert heard == ["5 samples at 32 were asked for; there are stub/a 3, stub/b 3"]
 
 
 def test_progress_hears_of_every_answer(tmp_path):
