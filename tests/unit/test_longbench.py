@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import sys
 import zipfile
@@ -193,6 +194,7 @@ def test_segmented_metrics_split_where_jieba_does(monkeypatch):
     answer = Answered("北京|上海，天津", "上海|北京")
     assert METRICS["qa_f1_segmented"](answer) == pytest.approx(0.8)
     assert METRICS["rouge_l_segmented"](answer) == pytest.approx(0.4)
+    assert logging.getLogger("jieba").level == logging.WARNING
 
 
 def test_the_metric_of_the_package_counts_each_word_once():
