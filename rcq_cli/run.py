@@ -66,6 +66,26 @@ def check(batch: Batch, loaded: Loaded) -> None:
         )
 
 
+def check_prompts(batches: Sequence[Batch], loaded: Loaded) -> None:
+    """Raise what would end a later batch at its first prompt, before an earlier one has worked for hours.
+
+    Asking for samples tells of data and packages that are missing. Drawing one tells of a context too small
+    for this tokenizer, so it is drawn at the smallest context of a task alone, where it costs least.
+    """
+    smallest: dict[str, int] = {}
+    for spec in (batch[0] for batch in batches):
+        ctx = spec.ctx or 0
+        smallest[spec.task] = min(ctx, smallest.get(spec.task, ctx))
+    for spec in (batch[0] for batch in batches):
+        task = TASKS.load(spec.task_name)
+        options = identity.task_options(task, spec, loaded)
+        for part in identity.task_parts(task, spec):
+            request = TaskRequest(part, spec.ctx or 0, spec.samples, spec.seed, options)
+            samples = task.samples(request, loaded.tokenizer)
+            if request.ctx == smallest[spec.task]:
+                next(samples, None)
+
+
 def run_batch(batch: Batch, folders: Sequence[Path], engine_for: EngineFor, progress: Progress) -> None:
     """Answer every sample of `batch` under every mode that lacks it, then the controls, then write summaries.
 

@@ -394,6 +394,26 @@ def test_what_an_engine_has_to_say_is_said_once_and_loading_is_named(tmp_path):
     assert heard.count("bfloat16 is emulated") == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_batch_without_prompts_ends_the_run_before_another_one_works(tmp_path, late):
+    class Small(stub_bench.Task):
+        def samples(self, request, tokenizer):
+            def refuse():
+                raise SpecError("ctx 16 is too small", id="RCQ-USE-20")
+                yield
+
+            if request.ctx == 32:
+                return super().samples(request, tokenizer)
+            return refuse() if late else next(refuse())
+
+    run.TASKS.entries["stub"] = Small()
+    engine = Engine()
+    with pytest.raises(SpecError, match="ctx 16 is too small"):
+        execute(tmp_path / "out", engine, batch("dense"), batch("dense", ctx=16))
+    assert engine.decoded == []
+    assert not (tmp_path / "out").exists()
+
+
 def test_fewer_samples_than_asked_for_are_told(tmp_path):
     class Short(stub_bench.Task):
         def samples(self, request, tokenizer):
