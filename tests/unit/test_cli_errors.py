@@ -1,5 +1,6 @@
 """What a user meets when something is wrong: exit codes, one line or three, clean streams, one document."""
 
+import errno
 import io
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rcq_cli import errors
+from rcq_cli import errors, main
 from rcq_cli.app import Commands
 from rcq_cli.errors import BrokenRun, CertificateViolated, NotComparable, SpecError, UnsupportedHere
 from rcq_cli.main import run, with_bare_values
@@ -190,6 +191,16 @@ def test_three_lines_stay_three_lines():
     shell = shell_with_buffers()
     shell.fail(BrokenRun("a\nb", "c\n  d", ""))
     assert len(shell.stderr.getvalue().splitlines()) == 3
+
+
+def test_a_file_that_may_not_be_read_is_no_defect(monkeypatch, capsys):
+    def refuse(_shell, _argv):
+        raise PermissionError(errno.EACCES, "Permission denied", "secret/x.txt")
+
+    monkeypatch.setattr(main, "_call", refuse)
+    code, out, err = call("report", "secret/x.txt", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err == "error: no permission for 'secret/x.txt'; allow it, or name another [RCQ-USE-11]\n"
 
 
 def test_a_defect_saves_its_traceback_and_prints_none(monkeypatch, tmp_path):
