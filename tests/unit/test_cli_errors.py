@@ -17,6 +17,7 @@ from rcq_cli.errors import BrokenRun, CertificateViolated, NotComparable, SpecEr
 from rcq_cli.main import run, with_bare_values
 from rcq_cli.shell import Interrupted, Result, Shell, check_target, write_file
 from rcq_cli.table import Cell, Column, Table
+from tests.unit.stored_runs import stored_run
 
 
 def call(*argv: str, capsys: pytest.CaptureFixture) -> tuple[int, str, str]:
@@ -57,6 +58,18 @@ def test_a_usage_error_is_one_line_with_what_came_and_what_is_allowed(argv, came
     assert "Traceback" not in err
     if "--json" not in argv:
         assert out == ""
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--dry-run", "--samples=3"])
+@pytest.mark.parametrize("command", [["eval", "--rescore"], ["compare", "other"], ["trace", "show"]])
+def test_what_is_stored_is_neither_resumed_nor_tried(command, flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "other"):
+        stored_run(tmp_path, "dense", [1.0]).rename(tmp_path / name)
+    code, out, err = call(*command, "run", flag, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert f"{flag.partition('=')[0]} has no meaning" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run"]
 
 
 LONG = "a" * 300
