@@ -83,7 +83,7 @@ def check_prompts(batches: Sequence[Batch], loaded: Loaded) -> None:
             request = TaskRequest(part, spec.ctx or 0, spec.samples, spec.seed, options)
             samples = task.samples(request, loaded.tokenizer)
             if request.ctx == smallest[spec.task]:
-                next(samples, None)
+                next(iter(samples), None)  # a task of the user may give a list
 
 
 def run_batch(batch: Batch, folders: Sequence[Path], engine_for: EngineFor, progress: Progress) -> None:
