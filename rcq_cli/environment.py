@@ -186,10 +186,12 @@ def _determinism() -> dict[str, Any]:
 
 
 def _threads() -> dict[str, int | None]:
-    torch, numba = sys.modules.get("torch"), sys.modules.get("numba")
+    torch = sys.modules.get("torch")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # what Numba takes, also where a mode did not load it: times of such a run are compared with the others'
+    asked = os.environ.get("NUMBA_NUM_THREADS", "")
     return {
         "torch": None if torch is None else torch.get_num_threads(),
-        # not get_num_threads: that starts Numba's threads, and with them resets the number of PyTorch's
-        "numba": None if numba is None else numba.config.NUMBA_NUM_THREADS,
-        "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "numba": int(asked) if asked.isdecimal() else usable,
+        "usable_cpus": usable,
     }

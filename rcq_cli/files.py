@@ -130,8 +130,8 @@ class Appender:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            what = f"{self.path.parent} is being written by another process"
-            raise BrokenRun(what, fix="wait for it, or use --fresh", id="RCQ-RUN-02") from error
+            what, why = f"{self.path.parent} is being written by another process", "that one holds its lock"
+            raise BrokenRun(what, why, "wait for it, or use --fresh", "RCQ-RUN-02") from error
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 return False

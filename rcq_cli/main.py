@@ -61,9 +61,8 @@ def _run(shell: Shell, rest: list[str]) -> int:
     except KeyboardInterrupt:
         return shell.fail(interrupted())
     except OSError as error:
-        # any argument that names a file may be longer than a file name can be
-        long = error.errno == errno.ENAMETOOLONG
-        return shell.fail(too_long(error)) if long else shell.internal_error(error)
+        refused = refused_name(error)
+        return shell.internal_error(error) if refused is None else shell.fail(refused)
     except Exception as error:  # noqa: BLE001  the outermost frame: a defect becomes a record, not a traceback
         return shell.internal_error(error)
 
@@ -87,12 +86,19 @@ def _call(shell: Shell, argv: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def too_long(error: OSError) -> SpecError:
-    """Return the usage error for a name that no file system takes."""
+def refused_name(error: OSError) -> SpecError | None:
+    """Return the usage error for a name that no file system takes or this user may not use; else None.
+
+    Any argument that names a file may be such a one.
+    """
     name = str(error.filename)
-    shown = name if len(name) <= 40 else f"{name[:40]}..."
-    what = f"{shown!r} ({len(name)} characters) is longer than a file name can be"
-    return SpecError(what, fix="name a shorter path", id="RCQ-USE-11")
+    if error.errno == errno.ENAMETOOLONG:
+        shown = name if len(name) <= 40 else f"{name[:40]}..."
+        what = f"{shown!r} ({len(name)} characters) is longer than a file name can be"
+        return SpecError(what, fix="name a shorter path", id="RCQ-USE-11")
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return SpecError(f"no permission for {name!r}", fix="allow it, or name another", id="RCQ-USE-11")
+    return None
 
 
 def _reader_gone() -> bool:

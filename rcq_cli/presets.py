@@ -219,7 +219,7 @@ class _Resolver:
         }
         origins |= {f"task_options.{key}": origin for key, origin in task_origins.items()}
         origins |= {f"mode_options.{key}": origin for key, origin in mode_origins.items()}
-        return RunSpec(
+        spec = RunSpec(
             model="none" if ctx is None else str(plain["model"].value),
             task=name,
             mode=label,
@@ -238,6 +238,10 @@ class _Resolver:
             shard=self.flags.shard,
             origins=origins,
         )
+        if spec.shard_place[1] > spec.samples:  # some would be empty, and no run without samples counts
+            what = f"--shard {spec.shard} makes more parts than {name} has samples"
+            raise SpecError(what, fix=f"allowed: at most {spec.samples} parts", id="RCQ-USE-07")
+        return spec
 
     def _mode_origin(self) -> str:
         return (

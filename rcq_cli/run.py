@@ -66,6 +66,26 @@ def check(batch: Batch, loaded: Loaded) -> None:
         )
 
 
+def check_prompts(batches: Sequence[Batch], loaded: Loaded) -> None:
+    """Raise what would end a later batch at its first prompt, before an earlier one has worked for hours.
+
+    Asking for samples tells of data and packages that are missing. Drawing one tells of a context too small
+    for this tokenizer, so it is drawn at the smallest context of a task alone, where it costs least.
+    """
+    smallest: dict[str, int] = {}
+    for spec in (batch[0] for batch in batches):
+        ctx = spec.ctx or 0
+        smallest[spec.task] = min(ctx, smallest.get(spec.task, ctx))
+    for spec in (batch[0] for batch in batches):
+        task = TASKS.load(spec.task_name)
+        options = identity.task_options(task, spec, loaded)
+        for part in identity.task_parts(task, spec):
+            request = TaskRequest(part, spec.ctx or 0, spec.samples, spec.seed, options)
+            samples = task.samples(request, loaded.tokenizer)
+            if request.ctx == smallest[spec.task]:
+                next(iter(samples), None)  # a task of the user may give a list
+
+
 def run_batch(batch: Batch, folders: Sequence[Path], engine_for: EngineFor, progress: Progress) -> None:
     """Answer every sample of `batch` under every mode that lacks it, then the controls, then write summaries.
 
@@ -259,15 +279,21 @@ class _Work:
         self.options = identity.task_options(self.task, self.spec, self.bench.loaded)
 
     def samples(self) -> None:
-        """Answer the scored samples."""
+        """Answer the scored samples, and say where a task has fewer of them than were asked for."""
         turns = (self._turn(*drawn) for drawn in self._drawn(self.task.samples))
+        came = dict.fromkeys(identity.task_parts(self.task, self.spec), 0)
         for part, sample, rows in self.desk.ahead(turns):
+            came[part] += 1
             for arm, row, missing in rows:
                 if missing:
                     self._store(arm, sample, row)
                 arm.count(row["key"])
                 if missing:
                     self._tell(arm, part)
+        short = [f"{self.spec.cell_task(part)} {n}" for part, n in came.items() if n < self.spec.taken]
+        if short:
+            asked = f"{self.spec.taken} samples" + (f" at {self.spec.ctx}" if self.spec.ctx else "")
+            self.progress.note(f"{asked} were asked for; there are {', '.join(short)}")
 
     def controls(self) -> None:
         """Answer the control samples: without a needle in the reference alone, the others in every mode."""

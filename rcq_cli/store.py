@@ -291,22 +291,25 @@ class RunReader:
             return
         if self._sealed is None:
             self._sealed = self._read_seal()
-        known = self._sealed.get(name)
-        if known is not None and file_sha256(self.folder / name) != known:
-            raise stored.changed(name, self.folder)
+        known, path = self._sealed.get(name), self.folder / name
+        if known is not None and (not path.exists() or file_sha256(path) != known):
+            raise stored.changed(path)
 
     def _read_seal(self) -> dict[str, str]:
-        """Return the digests of the last seal, nothing without one; what stands before it is checked here."""
+        """Return the digests of the last seal; what stands before it is checked here.
+
+        Whoever can take the seal away can change the rest: a summary without one is refused.
+        """
         path = self.folder / "telemetry.jsonl"
         found = read_lines(path)[0]
         stored.check_telemetry(found, path)
         last = next((i for i in reversed(range(len(found))) if found[i].get("kind") == "sealed"), None)
         if last is None:
-            return {}
+            raise stored.changed(path)
         files: dict[str, str] = dict(found[last]["files"])
         before = sum(map(len, path.read_bytes().splitlines(keepends=True)[:last]))
         if file_sha256(path, before) != files.pop("telemetry.jsonl", ""):
-            raise stored.changed("telemetry.jsonl", self.folder)
+            raise stored.changed(path)
         return files
 
     def _contract(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -151,11 +152,11 @@ def check_summary(record: Record, where: object) -> None:
         _check(problem, PROBLEM, tuple(PROBLEM), where)
 
 
-def changed(name: str, folder: object) -> BrokenRun:
-    """Return the error of a file that is not what it was when its run was finished."""
+def changed(path: Path) -> BrokenRun:
+    """Return the error of a file that is not what it was when its run was finished, or is there no longer."""
     return BrokenRun(
-        f"{name} of {folder} changed after the run was finished",
-        why="its digest is not the one that the run recorded",
+        f"{path.name} of {path.parent} changed after the run was finished",
+        why="its digest is not the one that the run recorded" if path.exists() else "it is gone",
         fix="restore the file, or run it again with --fresh",
         id="RCQ-RUN-23",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import string
 import sys
@@ -57,6 +58,8 @@ def require_jieba() -> Any:
             fix="pip install jieba, or name the parts to run: --task longbench/qasper,longbench/trec",
             id="RCQ-ENV-21",
         ) from error
+    # it logs the loading of its dictionary to stderr, four lines of no use to anyone
+    logging.getLogger("jieba").setLevel(logging.WARNING)
     return jieba
 
 

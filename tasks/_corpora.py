@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -254,23 +255,31 @@ def _files(spec: str) -> list[Path]:
 
 def _books(path: Path) -> Iterator[tuple[str, str]]:
     """Yield name and raw text of each book of one file; a JSONL file holds one book per line."""
-    data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
     try:
-        text = data.decode("utf-8")
+        text = _unpacked(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise _refused(str(path), f"is not UTF-8: bad byte at offset {error.start}") from error
-    if not path.name.endswith(".jsonl"):
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
         yield path.name, text
         return
-    for number, line in enumerate(text.splitlines()):
+    # not splitlines: JSON strings may hold U+2028 and other line ends of Unicode as they are
+    for number, line in enumerate(text.split("\n")):
         if line.strip():
             yield f"{path.name}:{number + 1}", _text_field(path, number + 1, line)
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.name.endswith(".gz") else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise _refused(str(path), f"cannot be read: {error}") from error
 
 
 def _text_field(path: Path, number: int, line: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise _refused(str(path), f"line {number} is not JSON") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise _refused(str(path), f"line {number} has no field 'text' that is a string")

@@ -52,7 +52,7 @@ class Context:
     def __init__(self, request: TaskRequest, tokenizer: PromptTokenizer, index: int) -> None:
         self.request, self.tokenizer, self.index = request, tokenizer, index
         self.options = request.options
-        self.corpus: Corpus = open_corpus(self.options.corpus)
+        self.corpus: Corpus = open_corpus(self.options.corpus, online=self.options.online)
 
     def samples(self) -> list[Sample]:
         """Return the scored samples, one per question."""

@@ -7,7 +7,9 @@ import io
 import json
 import lzma
 import os
+import struct
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from importlib.util import find_spec
@@ -20,6 +22,11 @@ from rcq_cli.tasks._words import data
 
 _DIGITS = 12
 _MAGIC = b"!<arch>\n"
+_UNREADABLE = (
+    *(KeyError, ValueError, TypeError, EOFError, OSError),
+    *(lzma.LZMAError, zlib.error, struct.error, tarfile.TarError),
+)
+"""What reading a file raises that is cut off, damaged, or something else than its name says."""
 
 
 def names() -> tuple[str, ...]:
@@ -66,7 +73,7 @@ def packaged_texts(name: str, given: str) -> Iterator[tuple[str, str]]:
         )
     try:
         texts = _READERS[str(data("sources")[name]["reader"])](_members(place))
-    except (KeyError, ValueError, EOFError, lzma.LZMAError, tarfile.TarError, OSError) as error:
+    except _UNREADABLE as error:
         raise _refused(name, str(place), _why(error)) from error
     yield from texts.items()
 
@@ -120,7 +127,7 @@ def _austen(files: dict[str, bytes]) -> dict[str, str]:
 def _verses(files: dict[str, bytes]) -> dict[str, str]:
     """Return the books, one paragraph per chapter."""
     chapters: dict[str, dict[Any, list[str]]] = {}
-    for line in files["kjv.jsonl"].decode("utf-8").splitlines():
+    for line in files["kjv.jsonl"].decode("utf-8").strip().split("\n"):
         row = json.loads(line)
         chapters.setdefault(str(row["book"]), {}).setdefault(row["chapter"], []).append(row["text"].strip())
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +18,8 @@ from rcq_cli.tasks._haystack import find, token_at
 from rcq_cli.tasks._splitmix import SplitMix64, seed
 
 Record = Mapping[str, Any]
+Check = Callable[[Any], bool]
+"""Says whether a field may hold a value."""
 
 _FIELD = re.compile(r"\{([A-Za-z_]+)\}")
 _MOST_CUTS = 8
@@ -42,10 +45,11 @@ class Cut(NamedTuple):
     truncated: bool
 
 
-def parse(raw: bytes, where: str, fields: Iterable[str]) -> Records:
+def parse(raw: bytes, where: str, fields: Mapping[str, Check]) -> Records:
     """Return the records of JSON lines, or of one JSON list.
 
-    Raises `SpecError` naming the place for text that is no JSON and for a record without one of `fields`.
+    Raises `SpecError` naming the place for text that is no JSON, and for a record that lacks one of `fields`
+    or holds there what its check does not take.
     """
     text = _text(raw, where)
     if text.lstrip().startswith("["):
@@ -61,9 +65,22 @@ def parse(raw: bytes, where: str, fields: Iterable[str]) -> Records:
         missing = [field for field in fields if field not in row]
         if missing:
             raise bad_data(f"{where}: record {number} has no field {missing[0]!r}")
+        wrong = [field for field, check in fields.items() if not check(row[field])]
+        if wrong:
+            raise bad_data(f"{where}: record {number}: field {wrong[0]!r} cannot be {row[wrong[0]]!r:.40}")
     if not numbered:
         raise bad_data(f"{where} holds no record")
     return Records(tuple(row for _, row in numbered), sha256(raw).hexdigest())
+
+
+def is_text(value: Any) -> bool:
+    """Say whether a field holds text."""
+    return isinstance(value, str)
+
+
+def is_texts(value: Any) -> bool:
+    """Say whether a field is a list of texts or numbers; a bare text would be read letter by letter."""
+    return isinstance(value, list) and all(isinstance(entry, str | int | float) for entry in value)
 
 
 def parse_object(raw: bytes, where: str) -> Record:
@@ -79,10 +96,13 @@ def member(folder: Path, name: str) -> bytes | None:
     for file in sorted(folder.rglob(name)):
         return file.read_bytes()
     for archive in sorted(folder.rglob("*.zip")):
-        with zipfile.ZipFile(archive) as held:
-            for entry in held.namelist():
-                if Path(entry).name == name:
-                    return held.read(entry)
+        try:
+            with zipfile.ZipFile(archive) as held:
+                for entry in held.namelist():
+                    if Path(entry).name == name:
+                        return held.read(entry)
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: a password
+            raise bad_data(f"{archive} cannot be read: {error}") from error
     return None
 
 

@@ -124,16 +124,16 @@ def _squad(path: str) -> Questions:
                 near = tuple(j for j in here if j != i)
                 questions += [
                     Question(
-                        q["question"],
-                        _distinct(a["text"] for a in q["answers"]),
+                        _text(q["question"]),
+                        _distinct(_text(a["text"]) for a in q["answers"]),
                         (i,),
                         near,
-                        article["title"],
+                        _text(article["title"]),
                     )
                     for q in entry["qas"]
                     if q["answers"] and not q.get("is_impossible", False)
                 ]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise _refused(path, "squad", f"it is no SQuAD 2.0 file ({type(error).__name__}: {error})") from error
     return _checked(path, "squad", raw, documents, questions)
 
@@ -150,7 +150,8 @@ def _hotpot(path: str) -> Questions:
             titles = list(dict.fromkeys(title for title, _ in entry["supporting_facts"] if title in own))
             near = tuple(number for title, number in own.items() if title not in titles)
             gold = tuple(own[title] for title in titles)
-            questions.append(Question(entry["question"], (entry["answer"],), gold, near, titles[0]))
+            asked, answer = _text(entry["question"]), _text(entry["answer"])
+            questions.append(Question(asked, (answer,), gold, near, titles[0]))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise _refused(path, "hotpot", f"it is no HotpotQA file ({type(error).__name__}: {error})") from error
     return _checked(path, "hotpot", raw, list(numbers), questions)
@@ -163,7 +164,7 @@ def _read(path: str, option: str) -> tuple[bytes, Any]:
     raw = file.read_bytes()
     try:
         return raw, json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refused(path, option, f"it is no JSON ({error})") from error
 
 
@@ -173,6 +174,13 @@ def _checked(
     if not questions:
         raise _refused(path, option, "it holds no question with an answer")
     return Questions(option, sha256(raw).hexdigest(), tuple(documents), tuple(questions))
+
+
+def _text(value: Any) -> str:
+    """Return a text that says something: an empty answer would be found in every other."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r:.40} is no text")
+    return value
 
 
 def _distinct(texts: Any) -> tuple[str, ...]:

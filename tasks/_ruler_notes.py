@@ -63,7 +63,7 @@ class Notes(Part):
         super().__init__(part, request, tokenizer, index)
         self.shape = SHAPES[part]
         self.kind = self.wording["kinds"][self.shape.value]
-        source = note_source(self.shape, self.rng("needle"), open_corpus(self.options.corpus))
+        source = note_source(self.shape, self.rng("needle"), self.corpus)
         self.source = _Listed(source)
         self.notes = self.source.first(self.shape.keys * self.shape.values)
         asked = self.notes[: self.shape.asked * self.shape.values]
@@ -85,7 +85,7 @@ class Notes(Part):
     @cached_property
     def corpus(self) -> Corpus:
         """Return the source of the prose."""
-        return open_corpus(self.options.corpus)
+        return open_corpus(self.options.corpus, online=self.options.online)
 
     def maximum(self) -> int | None:
         """Return the words of a corpus that is not to be repeated, if they may not fill the budget."""

@@ -148,7 +148,7 @@ class YamlTask:
         file = self.path.parent / Path(_data_file(self.settings, self.path)).expanduser()
         if not file.is_file():
             raise _refused(self.path, f"data file {str(file)!r} does not exist")
-        return parse(file.read_bytes(), file.name, ())
+        return parse(file.read_bytes(), file.name, {})
 
     def samples(self, request: TaskRequest, tokenizer: PromptTokenizer) -> Iterator[Sample]:
         """Yield the samples in the order that the seed draws, until there are no more.

@@ -18,10 +18,13 @@ from rcq_cli.tasks._fitting import too_small
 from rcq_cli.tasks._hub import snapshot
 from rcq_cli.tasks._metrics import clean
 from rcq_cli.tasks._records import (
+    Check,
     Record,
     Records,
     bad_data,
     cut_middle,
+    is_text,
+    is_texts,
     member,
     parse,
     parse_object,
@@ -31,7 +34,14 @@ from rcq_cli.tasks._splitmix import seed
 from rcq_cli.tasks._words import data
 
 REPOSITORY = "THUDM/LongBench"
-_FIELDS = ("input", "context", "answers", "length", "language", "all_classes")
+_FIELDS: Mapping[str, Check] = MappingProxyType(
+    {
+        **dict.fromkeys(("input", "context", "language"), is_text),
+        "answers": lambda value: is_texts(value) and bool(value),
+        "length": lambda value: isinstance(value, int),
+        "all_classes": lambda value: value is None or is_texts(value),
+    }
+)
 _BALANCED = (
     *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa"),
     *("samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
@@ -155,10 +165,10 @@ def _sample(
     options: Options = request.options
     gen = options.gen or wording.gen
     chat = "off" if wording.plain and options.chat == "auto" else options.chat
-    context = str(record["context"])
+    context = record["context"]
 
     def encode(text: str) -> EncodedPrompt:
-        user = substitute(wording.template, {"context": text, "input": str(record["input"])})
+        user = substitute(wording.template, {"context": text, "input": record["input"]})
         return tokenizer.prompt(user, wording.cue, chat=chat, bos=options.bos)
 
     cut = cut_middle(encode, context, request.ctx - gen, gen)
@@ -177,7 +187,7 @@ def _sample(
             "metric": wording.metric,
             "first_line": wording.first_line,
             "classes": list(record["all_classes"] or ()),
-            "bucket": bucket(int(record["length"])),
+            "bucket": bucket(record["length"]),
             "language": record["language"],
             "record": str(record.get("_id", "")),
             "truncated": cut.truncated,

@@ -15,7 +15,7 @@ from rcq_cli.protocols import Completion, EncodedPrompt, PromptTokenizer, Sample
 from rcq_cli.tasks._answer_metrics import Answered, choice
 from rcq_cli.tasks._fitting import too_small
 from rcq_cli.tasks._metrics import clean
-from rcq_cli.tasks._records import Record, Records, cut_middle, member, parse, substitute
+from rcq_cli.tasks._records import Check, Record, Records, cut_middle, is_text, member, parse, substitute
 from rcq_cli.tasks._splitmix import seed
 from rcq_cli.tasks._words import data
 from rcq_cli.tasks.longbench import absent_file, data_folder
@@ -24,13 +24,12 @@ REPOSITORY = "THUDM/LongBench-v2"
 _FILES = ("longbench2.jsonl", "data.jsonl", "data.json")
 _CHOICES = "ABCD"
 _ANSWER_TOKENS, _REASON_TOKENS = 128, 1024
-_FIELDS = (
-    "question",
-    "context",
-    "answer",
-    "difficulty",
-    "length",
-    *(f"choice_{letter}" for letter in _CHOICES),
+_FIELDS: Mapping[str, Check] = MappingProxyType(
+    {
+        **dict.fromkeys(("question", "context", "difficulty", "length"), is_text),
+        **{f"choice_{letter}": is_text for letter in _CHOICES},
+        "answer": lambda value: value in tuple(_CHOICES),
+    }
 )
 
 
@@ -112,9 +111,9 @@ def _sample(
     options: Options = request.options
     wording = data("longbench")["choices"]
     template = wording["reasoned" if options.cot else "template"]
-    fields = {letter: str(record[f"choice_{letter}"]) for letter in _CHOICES}
-    fields["question"] = str(record["question"])
-    context = str(record["context"])
+    fields = {letter: record[f"choice_{letter}"] for letter in _CHOICES}
+    fields["question"] = record["question"]
+    context = record["context"]
 
     def encode(text: str) -> EncodedPrompt:
         user = substitute(template, fields | {"context": text})
@@ -127,13 +126,13 @@ def _sample(
         cluster=sha256(context.encode()).hexdigest()[:12],
         prompt_ids=cut.prompt.ids,
         context_len=len(cut.prompt.ids),
-        references=(str(record["answer"]),),
+        references=(record["answer"],),
         max_new_tokens=options.tokens,
         stop_ids=tokenizer.eos_ids,
         seed=seed(request.seed, "longbench2", index, "needle"),
         meta={
-            "difficulty": str(record["difficulty"]),
-            "length": str(record["length"]),
+            "difficulty": record["difficulty"],
+            "length": record["length"],
             "domain": str(record.get("domain", "")),
             "record": str(record.get("_id", "")),
             "truncated": cut.truncated,

@@ -42,7 +42,9 @@ class Options:
     gen: int = 48
     """tokens to generate"""
     corpus: str = "builtin"
-    """builtin, or paths of text files or folders"""
+    """builtin, a packaged corpus, hf:OWNER/NAME, or paths of text files or folders"""
+    online: bool = False
+    """fetch a corpus that is not on this machine"""
     repeat: bool = True
     """repeat a corpus that is shorter than the context"""
     prefix: bool = True

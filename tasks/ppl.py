@@ -129,7 +129,7 @@ class _Windows:
         self.targets = request.ctx // 2 if half else int(options.target_tokens)
         probe = tokenizer.prompt("a", "", chat="off", bos=options.bos).ids
         self.opening = probe[:1] if tokenizer.bos_id is not None and probe[0] == tokenizer.bos_id else ()
-        self.longest = options.longest or request.ctx
+        self.longest = request.ctx if options.longest is None else options.longest
         if request.ctx > self.longest:
             what = f"longest={self.longest} is below --ctx {request.ctx}"
             raise SpecError(what, fix="leave longest out, or give the longest context", id="RCQ-USE-06")

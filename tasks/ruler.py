@@ -43,7 +43,9 @@ class Options:
     hotpot: str | None = None
     """HotpotQA distractor file for qa_2; none: synthetic documents"""
     corpus: str = "builtin"
-    """text around the notes: builtin, or paths of text files or folders"""
+    """text around the notes: builtin, a packaged corpus, hf:OWNER/NAME, or paths of text files or folders"""
+    online: bool = False
+    """fetch a corpus that is not on this machine"""
     repeat: bool = True
     """repeat a corpus or documents that are shorter than the context"""
     prefix: bool = True

@@ -216,6 +216,12 @@ def flags_of(modes: tuple[str, ...] = (), **given: Any) -> Flags:
     )
 
 
+def work_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags among `given` that say what is to be measured, and how that is to go on."""
+    names = (*FLAG_NAMES, "mode", "match", "resume", "dry_run")
+    return {name: given[name] for name in names if given.get(name)}
+
+
 def refuse_work(asked: dict[str, Any], where: str) -> None:
     """Raise `SpecError` when flags that say what to measure stand where everything is measured already."""
     if asked:

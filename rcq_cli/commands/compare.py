@@ -101,9 +101,7 @@ def _compare(shell: Shell, given: dict[str, Json], outputs: Outputs) -> int:
     asked = {name: given[name] for name in o.FLAG_NAMES if given.get(name)}
     target = Path(given["baseline"]) if given["update_baseline"] else None
     if folders:
-        given_work = {"match": given["match"], "dry_run": given["dry_run"]}
-        asked |= {name: value for name, value in given_work.items() if value}
-        o.refuse_work(asked, "for finished runs")
+        o.refuse_work(o.work_of(given), "for finished runs")
         return _judge(shell, _stored(folders), rules, outputs, target)
     groups = _measure(shell, words, asked, rules, share, resume=given["resume"], dry_run=given["dry_run"])
     return 0 if groups is None else _judge(shell, groups, rules, outputs, target)

@@ -277,14 +277,15 @@ def _models() -> Iterator[Probe]:
 
 def _cache() -> Probe:
     from rcq_cli.commands.models import cache_folder
+    from rcq_cli.files import unwritable
 
     folder = cache_folder()
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if os.access(place, os.W_OK):
+    error = unwritable(place)
+    if error is None:
         return Probe("cache folder", "ok", str(folder), "RCQ_HOME")
-    return Probe(
-        "cache folder", "no_permission", str(folder), "RCQ_HOME", "not writable", "set RCQ_HOME to a folder"
-    )
+    why = f"not writable: {error.strerror or error}"
+    return Probe("cache folder", "no_permission", str(folder), "RCQ_HOME", why, "set RCQ_HOME to a folder")
 
 
 def _corpora() -> Iterator[Probe]:

@@ -77,7 +77,7 @@ def command(
     shell.parsed("eval", format=format, json_target=json, quiet=quiet, verbose=verbose)
     limits = _run.Limits(o.whole(max_errors, "--max-errors", 0) or 0, allow_inactive)
     if merge or rescore or runs:
-        folder = _from_runs(tuple(runs or ()), merge, rescore, asked, mode)
+        folder = _from_runs(tuple(runs or ()), merge, rescore, o.work_of(given))
         return _finish(shell, _run.read_runs([folder]), limits)
     plan = resolve("eval", o.flags_of((mode,) if mode else (), **asked))
     if dry_run:
@@ -87,9 +87,7 @@ def command(
     return _finish(shell, _run.read_runs(_run.carry_out(shell, plan, resume=resume)), limits)
 
 
-def _from_runs(
-    runs: tuple[str, ...], merge: bool, rescore: str | None, asked: dict[str, Json], mode: str | None
-) -> Path:
+def _from_runs(runs: tuple[str, ...], merge: bool, rescore: str | None, asked: dict[str, Json]) -> Path:
     """Make one run of stored ones and return its folder; nothing is answered again."""
     from rcq_cli import finish
     from rcq_cli.presets import resolve
@@ -100,7 +98,7 @@ def _from_runs(
         raise SpecError("--merge and --rescore are two things", fix="merge first", id="RCQ-USE-02")
     out = asked.pop("out", None)
     named = o.words(asked.pop("task", None), "--task") if rescore else ()
-    o.refuse_work({**asked, **({"mode": mode} if mode else {})}, "with --merge and --rescore")
+    o.refuse_work(asked, "with --merge and --rescore")
     place = resolve("eval", o.flags_of(out=out)).out
     if merge:
         return finish.merge([Path(run) for run in runs], place)

@@ -107,7 +107,7 @@ def command(
         return _record(shell, asked, given)
     action, *runs = words
     o.choose(action, ACTIONS, "trace")
-    o.refuse_work({**asked, **({"mode": mode} if mode else {})}, "for stored runs")
+    o.refuse_work(o.work_of(given), "for stored runs")
     readers = _readers(action, runs)
     if action == "export":
         _refuse(given, ("json",), "with export; --format and --to say what is written")

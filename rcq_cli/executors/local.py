@@ -9,7 +9,7 @@ from rcq_cli.errors import RcqError
 from rcq_cli.identity import task_options
 from rcq_cli.presets import TASKS, Batch
 from rcq_cli.progress import Progress
-from rcq_cli.run import Bench, EngineFor, check, run_batch
+from rcq_cli.run import Bench, EngineFor, check, check_prompts, run_batch
 from rcq_cli.spec import RunSpec
 from rcq_cli.store import check_out, discard_empty, find_complete, find_unfinished, new_folder
 
@@ -66,14 +66,17 @@ class LocalExecutor:
         """
         notes: dict[str, None] = {}
         stored = [[find_complete(out, spec) if resume else None for spec in batch] for batch in batches]
-        if not all(folder for folders in stored for folder in folders):
+        wanted = [batch for batch, folders in zip(batches, stored, strict=True) if not all(folders)]
+        if wanted:
             check_out(out)
-        for batch, folders in zip(batches, stored, strict=True):
-            if not all(folders):
-                progress.doing(f"loading {batch[0].model}" if batch[0].model else "preparing")
-                bench = self.engine_for(batch[0])
-                check(batch, bench.loaded)
-                notes |= dict.fromkeys(bench.engine.notes)
+        for batch in wanted:
+            progress.doing(f"loading {batch[0].model}" if batch[0].model else "preparing")
+            bench = self.engine_for(batch[0])
+            check(batch, bench.loaded)
+            notes |= dict.fromkeys(bench.engine.notes)
+        prompted = [batch for batch in wanted if batch[0].ctx is not None]
+        if len(prompted) > 1:
+            check_prompts(prompted, self.engine_for(prompted[0][0]).loaded)
         for note in notes:
             progress.note(note)
         done: list[Path] = []

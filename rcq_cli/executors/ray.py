@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import pickle
 import signal
+import socket
 import sys
 import threading
 from collections import deque
@@ -43,6 +44,8 @@ ATTEMPTS = 3
 STARTS = 2
 """Attempts to start Ray here: on a busy machine the first may take longer than Ray waits."""
 POLL_SECONDS = 0.5
+REACH_SECONDS = 10
+"""Time that a machine of a cluster has to take a connection."""
 STORE_BYTES = 128 * 2**20
 """Shared memory for prompts and certificates on their way; more of them go to disk."""
 
@@ -340,6 +343,8 @@ def _connected(address: str | None, workers: int) -> Iterator[Any]:
     """Give the library, connected; the handler of SIGTERM stays ours, and nothing is written or reported."""
     import os
 
+    if address:
+        _reach(address)
     # set before the import, which reads them
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
     for name, value in quiet.items():
@@ -383,6 +388,17 @@ def _signals_kept() -> Iterator[None]:
     finally:
         if main:
             signal.signal(signal.SIGTERM, handler)
+
+
+def _reach(address: str) -> None:
+    """Raise `UnsupportedHere` where nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "//" in host:
+        return  # `auto` and addresses of other forms are Ray's to find
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _not_started(error, address) from error
 
 
 def _not_started(error: Exception, address: str | None) -> UnsupportedHere:

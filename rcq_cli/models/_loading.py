@@ -23,7 +23,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LARGEST_CHUNK, SMALLEST_CHUNK = 2048, 256
 WHOLE_FILE_BYTES = 2**30
 """Weight files above this size are identified by header and size, smaller ones by their whole content."""
-
+MODEL_FIX = "use a decoder-only model that transformers loads with attn_implementation='sdpa'"
+TOKENIZER_FIX = "give a model that carries its tokenizer (tokenizer.json)"
 
 SPLIT = "split"
 """Device of a model that no single one holds: layers over all GPUs, then memory, then disk."""
@@ -92,10 +93,11 @@ def load_pretrained(folder: str, name: str, device: str, dtype: str, **options: 
 
     place = pick_device(device)
     shared = {key: value for key, value in options.items() if key == "gguf_file"}
-    with quiet(), explained(name):
+    with quiet(), explained(name, TOKENIZER_FIX):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **shared
         )
+    with quiet(), explained(name):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
@@ -204,8 +206,11 @@ def kv_bytes(config: Any, ctx: int, element_bytes: int = 2) -> int:
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Turn what transformers and the parsers below it raise while loading into an error with a fix."""
+def explained(name: str, fix: str = MODEL_FIX) -> Iterator[None]:
+    """Turn what transformers and the parsers below it raise while loading into an error with a fix.
+
+    `fix` is for what does not say by its class what is wrong.
+    """
     from pickle import UnpicklingError
     from struct import error as StructError
 
@@ -217,29 +222,30 @@ def explained(name: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise UnsupportedHere(
-            f"{name} needs a package", why=_first_line(error), fix="pip install 'rcq[gguf]'", id="RCQ-ENV-02"
+            f"{name} needs a package", why=first_line(error), fix="pip install 'rcq[gguf]'", id="RCQ-ENV-02"
         ) from error
     except MemoryError as error:
         raise UnsupportedHere(
             f"{name} does not fit into memory",
-            _first_line(error),
+            first_line(error),
             "use a machine with more memory",
             "RCQ-ENV-05",
         ) from error
-    except (SafetensorError, RuntimeError, UnpicklingError, StructError) as error:
+    except (SafetensorError, RuntimeError, UnpicklingError, StructError, FileNotFoundError) as error:
         raise BrokenRun(
-            f"{name}: the weights cannot be read", _first_line(error), "download them again", "RCQ-MOD-03"
+            f"{name}: the weights cannot be read", first_line(error), "download them again", "RCQ-MOD-03"
         ) from error
     except Exception as error:  # the tokenizers library raises no class of its own, others raise any
         raise UnsupportedModel(
             f"unsupported model: {name}",
-            why=_first_line(error),
-            fix="use a decoder-only model that transformers loads with attn_implementation='sdpa'",
+            why=first_line(error),
+            fix=fix,
             id="RCQ-MOD-02",
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return class and text of an error in one line of ASCII."""
     text = " ".join(str(error).split()).encode("ascii", "replace").decode()
     return f"{type(error).__name__}: {text[:300]}"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.errors import SpecError, UnsupportedHere
-from rcq_cli.models._loading import as_loaded, explained, files_sha256, load_pretrained, wrap_tokenizer
+from rcq_cli.errors import BrokenRun, SpecError, UnsupportedHere
+from rcq_cli.models._loading import as_loaded, files_sha256, first_line, load_pretrained, wrap_tokenizer
 from rcq_cli.protocols import Availability, Json, Loaded
 
 PACKAGES = ("gguf", "accelerate")
@@ -62,8 +62,7 @@ def load_file(file: Path, name: str, *, revision: str | None, device: str, dtype
     from transformers import GgufConfig
 
     with _parsed_once():
-        with explained(name):
-            types = tensor_types(file)
+        types = tensor_types(file)
         model, tokenizer = load_pretrained(
             str(file.parent),
             name,
@@ -85,10 +84,17 @@ def load_file(file: Path, name: str, *, revision: str | None, device: str, dtype
 
 
 def tensor_types(file: Path) -> dict[str, Json]:
-    """Return the file's size and its number of tensors per type: a dequantised config shows neither."""
+    """Return the file's size and its number of tensors per type: a dequantised config shows neither.
+
+    Raises `BrokenRun` for a file that is cut off, damaged, or no GGUF file.
+    """
     import gguf
 
-    reader: Any = gguf.GGUFReader(str(file))
+    try:
+        reader: Any = gguf.GGUFReader(str(file))
+    except Exception as error:  # the parser checks little: a damaged file ends in an error of any class
+        what = f"{file.name}: the weights cannot be read"
+        raise BrokenRun(what, first_line(error), "fetch the file again", "RCQ-MOD-03") from error
     counts = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     return {"format": "gguf", "bytes": file.stat().st_size, "tensors": dict(sorted(counts.items()))}
 

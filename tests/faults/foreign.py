@@ -11,6 +11,7 @@ import pickle
 import random
 import shutil
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ import pytest
 from rcq_cli.errors import RcqError
 from rcq_cli.main import run as rcq
 from rcq_cli.presets import TASKS
+from rcq_cli.store import SEALED
 from tests.unit.stored_runs import stored_run
 from tests.unit.traced_runs import traced_run
 
@@ -140,11 +142,17 @@ def mutated(rng, value):
     return value
 
 
-def _unsealed(place):
-    """Take the digests out, as somebody would who makes a folder by hand."""
+def _resealed(place):
+    """Record the digests anew, as somebody would who makes a folder by hand."""
     path = place / "telemetry.jsonl"
-    lines = [line for line in path.read_text().splitlines() if '"sealed"' not in line]
-    path.write_text("".join(line + "\n" for line in lines))
+    if path.is_dir():
+        return
+    lines = [line for line in path.read_text().splitlines(keepends=True) if '"sealed"' not in line]
+    body = "".join(lines).encode()
+    held = {name: place / name for name in (*SEALED, "summary.json") if (place / name).is_file()}
+    files = {name: sha256(file.read_bytes()).hexdigest() for name, file in held.items()}
+    files["telemetry.jsonl"] = sha256(body).hexdigest()
+    path.write_bytes(body + json.dumps({"schema": 1, "kind": "sealed", "files": files}).encode() + b"\n")
 
 
 def hostile_run(seed, folder):
@@ -152,7 +160,6 @@ def hostile_run(seed, folder):
     rng = random.Random(seed)
     kind, _, copies = _copied(seed, folder)
     place = copies[rng.randrange(2)]
-    _unsealed(place)
     path = rng.choice(sorted(place.iterdir()))
     how = rng.randrange(5)
     if how == 0:
@@ -169,6 +176,7 @@ def hostile_run(seed, folder):
         path.write_text("".join(line + "\n" for line in lines))
     else:
         path.write_bytes(rng.randbytes(rng.randrange(2000)))
+    _resealed(place)
     outcomes = []
     for code, _, err in _answers(kind, copies, folder):
         fine = code in (0, 3, 4) and "Traceback" not in err
@@ -183,7 +191,6 @@ def hostile_parquet(seed, folder):
 
     rng = random.Random(seed)
     _, _, copies = _copied(1, folder)
-    _unsealed(copies[0])
     path = copies[0] / "steps.parquet"
     rows = pq.read_table(path)
     name = rng.choice(rows.column_names)
@@ -203,6 +210,7 @@ def hostile_parquet(seed, folder):
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
+    _resealed(copies[0])
     code, _, err = ask("trace", "show", copies[0], "--json")
     return "error" if told(code, err) else "exact" if code in (0, 4) and "Traceback" not in err else "wrong"
 
@@ -416,9 +424,9 @@ def code_in_a_run(seed, folder):
     canary, file = folder / "canary", folder / "evil.py"
     file.write_text(f"open({str(canary)!r}, 'w')\n")
     for place in copies:
-        _unsealed(place)
         spec = json.loads((place / "spec.json").read_text())
         (place / "spec.json").write_text(json.dumps({**spec, "task": str(file)}))
+        _resealed(place)
     settings = folder / "rcq.toml"
     settings.write_text(f"tasks = ['{file}']\n")
     calls = (

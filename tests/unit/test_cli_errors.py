@@ -1,5 +1,6 @@
 """What a user meets when something is wrong: exit codes, one line or three, clean streams, one document."""
 
+import errno
 import io
 import json
 import os
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rcq_cli import errors
+from rcq_cli import errors, main
 from rcq_cli.app import Commands
 from rcq_cli.errors import BrokenRun, CertificateViolated, NotComparable, SpecError, UnsupportedHere
 from rcq_cli.main import run, with_bare_values
 from rcq_cli.shell import Interrupted, Result, Shell, check_target, write_file
 from rcq_cli.table import Cell, Column, Table
+from tests.unit.stored_runs import stored_run
 
 
 def call(*argv: str, capsys: pytest.CaptureFixture) -> tuple[int, str, str]:
@@ -56,6 +58,18 @@ def test_a_usage_error_is_one_line_with_what_came_and_what_is_allowed(argv, came
     assert "Traceback" not in err
     if "--json" not in argv:
         assert out == ""
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--dry-run", "--samples=3"])
+@pytest.mark.parametrize("command", [["eval", "--rescore"], ["compare", "other"], ["trace", "show"]])
+def test_what_is_stored_is_neither_resumed_nor_tried(command, flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "other"):
+        stored_run(tmp_path, "dense", [1.0]).rename(tmp_path / name)
+    code, out, err = call(*command, "run", flag, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert f"{flag.partition('=')[0]} has no meaning" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run"]
 
 
 LONG = "a" * 300
@@ -190,6 +204,16 @@ def test_three_lines_stay_three_lines():
     shell = shell_with_buffers()
     shell.fail(BrokenRun("a\nb", "c\n  d", ""))
     assert len(shell.stderr.getvalue().splitlines()) == 3
+
+
+def test_a_file_that_may_not_be_read_is_no_defect(monkeypatch, capsys):
+    def refuse(_shell, _argv):
+        raise PermissionError(errno.EACCES, "Permission denied", "secret/x.txt")
+
+    monkeypatch.setattr(main, "_call", refuse)
+    code, out, err = call("report", "secret/x.txt", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err == "error: no permission for 'secret/x.txt'; allow it, or name another [RCQ-USE-11]\n"
 
 
 def test_a_defect_saves_its_traceback_and_prints_none(monkeypatch, tmp_path):

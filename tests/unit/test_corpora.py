@@ -83,11 +83,29 @@ def test_bad_utf8_names_file_and_offset(tmp_path):
         open_corpus(str(tmp_path / "bad.txt"))
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"body": "x"}', '{"text": 3}'])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"body": "x"}', '{"text": 3}', "[" * 100_000])
 def test_bad_jsonl_names_the_line(tmp_path, line):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(SpecError, match="line 2"):
         open_corpus(str(tmp_path / "bad.jsonl"))
+
+
+def test_a_line_of_jsonl_ends_at_lf_alone(tmp_path):
+    text = "One.\u2028Two.\x85Three."
+    lines = json.dumps({"text": text}, ensure_ascii=False) + "\r\n" + json.dumps({"text": "Four."})
+    (tmp_path / "a.jsonl").write_text(lines, newline="")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    plain, packed = (list(open_corpus(str(tmp_path / name)).books()) for name in ("a.jsonl", "a.jsonl.gz"))
+    assert [body for _, body in plain] == [body for _, body in packed]
+    assert len(plain) == 2
+    assert plain[1] == ("a.jsonl:2", "Four.")
+
+
+@pytest.mark.parametrize("raw", [b"no gzip", gzip.compress(b"text " * 99)[:20], b"\x1f\x8b\x08" + b"\0" * 99])
+def test_a_damaged_gzip_file_is_a_usage_error(tmp_path, raw):
+    (tmp_path / "bad.txt.gz").write_bytes(raw)
+    with pytest.raises(SpecError, match=r"bad\.txt\.gz.*cannot be read"):
+        open_corpus(str(tmp_path / "bad.txt.gz"))
 
 
 def test_a_path_that_is_not_there_is_a_usage_error(tmp_path):

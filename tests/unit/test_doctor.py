@@ -1,5 +1,6 @@
 """The doctor's page: every probe once, reasons and fixes beside those that failed, readable in 80 columns."""
 
+from rcq_cli.commands import doctor
 from rcq_cli.commands.doctor import Probe, tables
 from rcq_cli.glyphs import UNICODE, View
 from rcq_cli.render import to_text
@@ -62,3 +63,10 @@ def test_a_missing_package_is_red_and_one_that_may_be_absent_is_not():
     )
     styles = [row[1].style for row in tables(probes)[1].rows]
     assert styles == ["bad", "doubt"]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RCQ_HOME", str(tmp_path / "file" / "home"))
+    probe = doctor._cache()
+    assert (probe.status, probe.reason) == ("no_permission", "not writable: Not a directory")

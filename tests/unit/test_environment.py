@@ -26,6 +26,16 @@ def test_only_variables_that_matter_are_recorded(monkeypatch):
     assert "SECRET_TOKEN" not in found
 
 
+def test_threads_of_the_kernels_are_told_where_a_run_loads_none(monkeypatch):
+    # a run of dense loads no kernels, and its times are compared with those of a run that does
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "3")
+    assert environment.collect("cpu")["hardware"]["threads"]["numba"] == 3
+    monkeypatch.delenv("NUMBA_NUM_THREADS")
+    found = environment.collect("cpu")["hardware"]["threads"]
+    assert found["numba"] == found["usable_cpus"]
+
+
 def test_a_copy_outside_a_checkout_has_no_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "rcq_cli" / "environment.py"))
     assert environment.source_state() == {"commit": None, "dirty": None}

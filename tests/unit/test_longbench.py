@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import sys
 import zipfile
@@ -26,7 +27,7 @@ from rcq_cli.tasks._answer_metrics import (
     qa_f1,
     rouge_l,
 )
-from rcq_cli.tasks._records import cut_middle, parse, substitute
+from rcq_cli.tasks._records import cut_middle, is_text, parse, substitute
 from rcq_cli.tasks._words import data
 
 PLAIN = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
@@ -193,6 +194,7 @@ def test_segmented_metrics_split_where_jieba_does(monkeypatch):
     answer = Answered("北京|上海，天津", "上海|北京")
     assert METRICS["qa_f1_segmented"](answer) == pytest.approx(0.8)
     assert METRICS["rouge_l_segmented"](answer) == pytest.approx(0.4)
+    assert logging.getLogger("jieba").level == logging.WARNING
 
 
 def test_the_metric_of_the_package_counts_each_word_once():
@@ -390,7 +392,32 @@ def test_without_jieba_only_the_segmented_parts_end(tmp_path, monkeypatch):
 )
 def test_bad_records_are_named(text, match):
     with pytest.raises(SpecError, match=match):
-        parse(text.encode(), "file.jsonl", ("input", "context"))
+        parse(text.encode(), "file.jsonl", dict.fromkeys(("input", "context"), is_text))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("answers", "bare text"),
+        ("answers", []),
+        ("answers", None),
+        ("length", "long"),
+        ("context", None),
+        ("input", 3),
+        ("all_classes", "abc"),
+    ],
+)
+def test_a_field_that_holds_something_else_is_named(tmp_path, field, value):
+    data = write(tmp_path, "qasper.jsonl", [row(1), row(2, **{field: value})])
+    with pytest.raises(SpecError, match=rf"qasper.jsonl: record 2: field '{field}' cannot be "):
+        build("qasper", data)
+
+
+@pytest.mark.parametrize("raw", [b"PK no zip", b""])
+def test_a_damaged_zip_file_is_named(tmp_path, raw):
+    (tmp_path / "data.zip").write_bytes(raw)
+    with pytest.raises(SpecError, match=r"data\.zip cannot be read"):
+        build("qasper", str(tmp_path))
 
 
 # -- four choices --------------------------------------------------------------------------------------------

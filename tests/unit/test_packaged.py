@@ -195,6 +195,13 @@ def test_a_file_that_is_something_else_is_a_usage_error(tmp_path, raw):
         open_corpus("austen:gone.deb")
 
 
+def test_a_damaged_text_of_a_package_is_a_usage_error(tmp_path):
+    file = tmp_path / "jargon.txt.gz"
+    file.write_bytes(gzip.compress(bytes(range(256)) * 9)[:12] + b"\xff" * 40)
+    with pytest.raises(SpecError, match=r"corpus=jargon:.* cannot be read.*jargon-text"):
+        open_corpus(f"jargon:{file}")
+
+
 # -- pulling -------------------------------------------------------------------------------------------------
 
 

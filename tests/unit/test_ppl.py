@@ -175,6 +175,7 @@ def test_no_book_is_read_before_it_is_needed(monkeypatch):
     ("options", "match"),
     [
         ({"books": "missing-folder"}, "does not exist"),
+        ({"longest": 0}, r"longest=0 is below --ctx 512"),
         ({"ctx": 200, "target_tokens": 200}, r"ctx 200 is too small.*context of 202"),
     ],
 )

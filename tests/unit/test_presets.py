@@ -268,6 +268,7 @@ def test_leading_words_name_modes_and_backends():
         ({"seed": -1}, SpecError),
         ({"audit": 2.0}, SpecError),
         ({"shard": "3/2"}, SpecError),
+        ({"shard": "1/4", "samples": 3}, SpecError),
     ],
 )
 def test_what_does_not_exist_is_a_usage_error(flags, error):

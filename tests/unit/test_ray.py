@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,6 +189,13 @@ def test_an_error_arrives_with_its_name_its_text_and_its_meaning(error):
         status_of(error),
     )
     assert isinstance(got, RcqError) == isinstance(error, RcqError)
+
+
+def test_an_address_where_nothing_listens_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(UnsupportedHere, match="check --address"), executor._connected(f"127.0.0.1:{port}", 1):
+        pass
 
 
 def test_threads_are_those_that_are_asked_for_or_a_share(monkeypatch):

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from importlib.resources import files
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -405,6 +406,31 @@ def test_a_squad_file_gives_gold_then_its_article_then_the_rest(tmp_path):
     assert one("qa_1", ctx=8192, squad=_squad(tmp_path)).meta["repeats"]
     short = one("qa_1", ctx=8192, squad=_squad(tmp_path), repeat=False)
     assert short.meta["fill"] < short.meta["fill_floor"]
+
+
+@pytest.mark.parametrize(
+    ("part", "old", "new"),
+    [
+        ("qa_1", '"text": "ansA0"', '"text": 7'),
+        ("qa_1", '"text": "ansA0"', '"text": " "'),
+        ("qa_1", '"What is A0?"', "7"),
+        ("qa_2", '"yes"', "7"),
+    ],
+)
+def test_a_question_file_with_something_else_than_text_is_a_usage_error(tmp_path, part, old, new):
+    file = Path(_squad(tmp_path))
+    if part == "qa_2":
+        texts = {"supporting_facts": [["T", 0]], "context": [["T", ["A."]]]}
+        file.write_text(json.dumps([{"question": "Q?", "answer": "yes", **texts}]))
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(SpecError, match="is no text"):
+        build(part, ctx=1024, **{"squad" if part == "qa_1" else "hotpot": str(file)})
+
+
+def test_a_question_file_nested_without_end_is_a_usage_error(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(SpecError, match="no JSON"):
+        build("qa_1", ctx=1024, squad=str(tmp_path / "deep.json"))
 
 
 def test_a_hotpot_file_gives_both_documents(tmp_path):

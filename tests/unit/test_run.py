@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 
@@ -391,6 +392,42 @@ def test_what_an_engine_has_to_say_is_said_once_and_loading_is_named(tmp_path):
     execute(tmp_path, engine, batch("dense"), batch("dense", seed=7), progress=Listener())
     assert heard[:3] == ["loading stub", "loading stub", "bfloat16 is emulated"]
     assert heard.count("bfloat16 is emulated") == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_batch_without_prompts_ends_the_run_before_another_one_works(tmp_path, late):
+    class Small(stub_bench.Task):
+        def samples(self, request, tokenizer):
+            def refuse():
+                raise SpecError("ctx 16 is too small", id="RCQ-USE-20")
+                yield
+
+            if request.ctx == 32:
+                return super().samples(request, tokenizer)
+            return refuse() if late else next(refuse())
+
+    run.TASKS.entries["stub"] = Small()
+    engine = Engine()
+    with pytest.raises(SpecError, match="ctx 16 is too small"):
+        execute(tmp_path / "out", engine, batch("dense"), batch("dense", ctx=16))
+    assert engine.decoded == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_fewer_samples_than_asked_for_are_told(tmp_path):
+    class Short(stub_bench.Task):
+        def samples(self, request, tokenizer):
+            return islice(super().samples(request, tokenizer), 3)
+
+    heard = []
+
+    class Listener(stub_bench.Silent):
+        def note(self, text):
+            heard.append(text)
+
+    run.TASKS.entries["stub"] = Short(parts=("a", "b"))
+    execute(tmp_path, Engine(), batch("dense"), progress=Listener())
+    assert heard == ["5 samples at 32 were asked for; there are stub/a 3, stub/b 3"]
 
 
 def test_progress_hears_of_every_answer(tmp_path):

@@ -1,6 +1,7 @@
 """What a `--model` value means; loading from folders, the hub's cache and a package index, all offline."""
 
 import hashlib
+import json
 import logging
 import shutil
 import zipfile
@@ -241,6 +242,23 @@ def test_damaged_weights_are_named(saved, tmp_path):
         folder.SOURCE.load(str(place), device="cpu", dtype="auto")
 
 
+def test_a_missing_shard_is_no_matter_of_the_architecture(saved, tmp_path):
+    place = shutil.copytree(saved, tmp_path / "partial")
+    tensors = ["model.embed_tokens.weight", "model.norm.weight"]
+    (place / "model.safetensors").rename(place / "model-1.safetensors")
+    names = dict(zip(tensors, ("model-1.safetensors", "model-2.safetensors"), strict=True))
+    (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(BrokenRun, match=r"cannot be read.*model-2\.safetensors"):
+        folder.SOURCE.load(str(place), device="cpu", dtype="auto")
+
+
+def test_a_missing_tokenizer_is_named(saved, tmp_path):
+    place = shutil.copytree(saved, tmp_path / "mute")
+    (place / "tokenizer.json").unlink()
+    with pytest.raises(UnsupportedModel, match=r"carries its tokenizer \(tokenizer\.json\)"):
+        folder.SOURCE.load(str(place), device="cpu", dtype="auto")
+
+
 def test_an_unknown_architecture_is_unsupported(saved, tmp_path):
     place = shutil.copytree(saved, tmp_path / "odd")
     (place / "config.json").write_text('{"model_type": "no-such-thing"}')
@@ -262,6 +280,14 @@ def test_an_unknown_dtype_is_a_usage_error(saved):
 def test_a_missing_gguf_file_is_a_usage_error(tmp_path):
     assert not gguf.SOURCE.availability(str(tmp_path / "x.gguf")).available
     with pytest.raises(SpecError, match="no such file"):
+        gguf.SOURCE.load(str(tmp_path / "x.gguf"), device="cpu", dtype="auto")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"no weights at all"])
+def test_a_damaged_gguf_file_is_no_matter_of_the_architecture(tmp_path, content):
+    pytest.importorskip("gguf")
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(BrokenRun, match=r"x\.gguf: the weights cannot be read"):
         gguf.SOURCE.load(str(tmp_path / "x.gguf"), device="cpu", dtype="auto")
 
 

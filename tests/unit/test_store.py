@@ -10,7 +10,7 @@ import pytest
 
 from rcq_cli import steps, store
 from rcq_cli.errors import BrokenRun, SpecError
-from rcq_cli.files import read_lines, write_json
+from rcq_cli.files import read_lines
 from rcq_cli.protocols import StepArrays
 from rcq_cli.spec import RunSpec
 from rcq_cli.store import (
@@ -126,19 +126,24 @@ def test_checking_a_place_leaves_nothing_there(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def ended(folder, status):
+    with RunWriter(folder) as writer:
+        writer.finish({"status": status, "cells": []}, [])
+
+
 def test_the_newest_run_of_the_same_spec_is_found(tmp_path):
     old, new = (new_folder(tmp_path, spec(), NOW) for _ in range(2))
     new_folder(tmp_path, spec(seed=1), NOW)
     assert find_unfinished(tmp_path, spec()) == new
     assert find_complete(tmp_path, spec()) is None
-    write_json(old / "summary.json", {"schema": 1, "status": "complete", "cells": []})
+    ended(old, "complete")
     assert find_complete(tmp_path, spec()) == old
     assert find_unfinished(tmp_path, spec()) == new
     assert find_unfinished(tmp_path / "nowhere", spec()) is None
 
 
 def test_a_run_with_failed_samples_is_unfinished(tmp_path, folder):
-    write_json(folder / "summary.json", {"schema": 1, "status": "error", "cells": []})
+    ended(folder, "error")
     assert find_unfinished(tmp_path, spec()) == folder
 
 
@@ -250,9 +255,34 @@ def test_a_full_disk_is_told_and_loses_nothing(folder, monkeypatch):
 
 
 def test_a_file_of_another_schema_is_refused(folder):
-    (folder / "summary.json").write_text('{"schema": 2}')
+    (folder / "contract.json").write_text('{"schema": 2}')
     with pytest.raises(BrokenRun, match="schema 2"):
+        _ = RunReader(folder).contract
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "half"])
+def test_the_digests_of_a_finished_run_cannot_be_taken_away(folder, how):
+    ended(folder, "complete")
+    path = folder / "telemetry.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] if how == "half" else b"")
+    if how == "gone":
+        path.unlink()
+    with pytest.raises(
+        BrokenRun, match=r"telemetry\.jsonl of .* changed after the run was finished"
+    ) as caught:
         _ = RunReader(folder).status
+    assert ("it is gone" in caught.value.why) is (how == "gone")
+    assert "restore the file" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["spec.json", "examples.jsonl", "controls.jsonl"])
+def test_a_file_that_is_gone_from_a_finished_run_is_named(folder, name):
+    ended(folder, "complete")
+    reader = RunReader(folder)
+    (folder / name).unlink()
+    with pytest.raises(BrokenRun, match=rf"{name} of .*it is gone.*restore the file"):
+        _ = (reader.spec, reader.examples(), reader.controls())
 
 
 def test_the_last_mark_is_the_status(folder):
