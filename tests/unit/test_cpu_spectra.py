@@ -66,25 +66,30 @@ def test_annotated_spectral_norms_cover_the_true_ones_closely(kind: str, dim: in
 
 @pytest.mark.parametrize(("heads", "sharp"), [(1, 0), (2, 1), (4, 0), (4, 3), (7, 5)])
 def test_aligned_errors_of_the_values_of_one_block_come_close_to_their_bound(heads: int, sharp: int) -> None:
-    """One block holds the weight of one head, evenly, and its values are all rounded the same way."""
+    """One block holds the weight of one head, evenly, and its values are all rounded the same way.
+
+    The others attend to one token of every block.
+    """
     gen, dim, blocks = torch.Generator().manual_seed(0), 64, 16
     k, v = torch.zeros(blocks * BLOCK, dim), torch.randn(blocks * BLOCK, dim, generator=gen)
     heavy = slice(5 * BLOCK, 6 * BLOCK)
-    k[heavy, 0] = 20.0
+    k[heavy, 0] = k[::BLOCK, 1] = 20.0
     sign = torch.randint(0, 2, (dim,), generator=gen) * 2.0 - 1
     v[heavy] = 7.5 - 0.45 * sign
     v[heavy, ::16], v[heavy, 1::16] = 0.0, 15.0  # every group of every token has its ends on the grid
-    query = torch.zeros(heads, dim)  # the other heads attend evenly to everything
-    query[sharp, 0] = 10.0
+    query = torch.zeros(heads, dim)
+    query[:, 1] = 10.0
+    query[sharp, :2] = torch.tensor([10.0, 0.0])
     error, certificate = from_codes(query, k, v)
     assert 0.9 * certificate.value_bound[sharp] < error[sharp]
     assert bool((error <= certificate.total_bound).all())
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 8])  # alone, a pair, a team with a row to spare, two teams
-@pytest.mark.parametrize("seed", range(3))
-def test_aligned_errors_of_keys_come_close_to_their_bound(seed: int, heads: int) -> None:
-    """The scores of some blocks are all too low and of some all too high, evenly; those of most are exact."""
+def keys_rounded_alike(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a query `[1, D]` and `[T, D]` keys and values.
+
+    The scores of some blocks are all too low and of some all too high, evenly; those of most are exact.
+    """
     gen, dim, blocks = torch.Generator().manual_seed(seed), 64, 24
     sign = torch.randint(0, 2, (dim,), generator=gen) * 2.0 - 1
     side = torch.where(torch.arange(blocks) % 2 == 0, 1.0, -1.0)
@@ -95,7 +100,26 @@ def test_aligned_errors_of_keys_come_close_to_their_bound(seed: int, heads: int)
     ends = torch.arange(dim) % 2 * 15.0  # the codes of these values are exact
     v = side.repeat_interleave(BLOCK)[:, None] * ends
     # opposite halves of the channels cancel the common part of the scores
-    query = (sign - sign.mean())[None]
-    error, certificate = from_codes(query.expand(heads, dim), k, v)
+    return (sign - sign.mean())[None], k, v
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])  # alone, a pair, a team with a row to spare, two teams
+@pytest.mark.parametrize("seed", range(3))
+def test_aligned_errors_of_keys_come_close_to_their_bound(seed: int, heads: int) -> None:
+    query, k, v = keys_rounded_alike(seed)
+    error, certificate = from_codes(query.expand(heads, -1), k, v)
     assert bool((0.8 * certificate.key_bound < error).all())
     assert bool((error <= certificate.total_bound).all())
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_scores_that_miss_by_all_they_may_are_no_fault(heads: int) -> None:
+    """Promoting compares exact scores with coded ones: beyond their bound something would be damaged."""
+    query, k, v = keys_rounded_alike(0)
+    cache = LayerCache(
+        "certified", query_heads=heads, kv_heads=1, head_dim=64, backend="cpu", eps=1e-3, explore=1.0
+    )
+    cache.prefill(k[None], v[None])
+    certificate = cache.attend(query.expand(heads, -1)).certificate
+    assert bool((certificate.promoted_key_blocks > 2).all())
+    assert bool((certificate.rung < 4).all())
