@@ -284,6 +284,23 @@ def finish_row(shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: 
 
 
 @merged
+def weigh_pair(weights: Any, one: int, two: int, peak: Any, other_peak: Any, padded: int) -> Any:
+    """Turn the scores of two rows into exp(score - peak); more rows at a time do not fit the registers.
+
+    Return mass and sum of squares of the first, then of the second, lane by lane.
+    """
+    mass = square = other_mass = other_square = splat(np.float32(0))
+    for t in range(0, padded, LANES):
+        weight = exponential(sub(load(weights, one + t), peak))
+        other = exponential(sub(load(weights, two + t), other_peak))
+        store(weights, one + t, weight)
+        store(weights, two + t, other)
+        mass, square = add(mass, weight), fma(weight, weight, square)
+        other_mass, other_square = add(other_mass, other), fma(other, other, other_square)
+    return mass, square, other_mass, other_square
+
+
+@merged
 def finish_team(
     shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: int, first: int, padded: int
 ) -> None:
@@ -299,32 +316,15 @@ def finish_team(
         as_scores(shape, item, place, first + i, weights, one + i * padded, padded)
         for t in range(one + i * padded + shape.block, one + (i + 1) * padded):
             weights[t] = LOW
-    a = c = d = e = splat(LOW)
+    peak1 = peak2 = peak3 = peak4 = splat(LOW)
     for t in range(0, padded, LANES):
-        a, c = larger(load(weights, one + t), a), larger(load(weights, two + t), c)
-        d, e = larger(load(weights, three + t), d), larger(load(weights, four + t), e)
-    store_tops(line.peak, b, pitch, a, c, d, e)
-    a, c = splat(line.peak[b]), splat(line.peak[b + pitch])
-    d, e = splat(line.peak[b + 2 * pitch]), splat(line.peak[b + 3 * pitch])
-    mass1 = mass2 = mass3 = mass4 = square1 = square2 = square3 = square4 = splat(np.float32(0))
-    for t in range(0, padded, LANES):  # two rows at a time: more do not fit the registers
-        weight, other = (
-            exponential(sub(load(weights, one + t), a)),
-            exponential(sub(load(weights, two + t), c)),
-        )
-        store(weights, one + t, weight)
-        store(weights, two + t, other)
-        mass1, square1 = add(mass1, weight), fma(weight, weight, square1)
-        mass2, square2 = add(mass2, other), fma(other, other, square2)
-    for t in range(0, padded, LANES):
-        weight, other = (
-            exponential(sub(load(weights, three + t), d)),
-            exponential(sub(load(weights, four + t), e)),
-        )
-        store(weights, three + t, weight)
-        store(weights, four + t, other)
-        mass3, square3 = add(mass3, weight), fma(weight, weight, square3)
-        mass4, square4 = add(mass4, other), fma(other, other, square4)
+        peak1, peak2 = larger(load(weights, one + t), peak1), larger(load(weights, two + t), peak2)
+        peak3, peak4 = larger(load(weights, three + t), peak3), larger(load(weights, four + t), peak4)
+    store_tops(line.peak, b, pitch, peak1, peak2, peak3, peak4)
+    peak1, peak2 = splat(line.peak[b]), splat(line.peak[b + pitch])
+    peak3, peak4 = splat(line.peak[b + 2 * pitch]), splat(line.peak[b + 3 * pitch])
+    mass1, square1, mass2, square2 = weigh_pair(weights, one, two, peak1, peak2, padded)
+    mass3, square3, mass4, square4 = weigh_pair(weights, three, four, peak3, peak4, padded)
     store_sums(line.mass, b, pitch, mass1, mass2, mass3, mass4)
     store_sums(line.square, b, pitch, square1, square2, square3, square4)
 
