@@ -105,11 +105,11 @@ def fold_kernel(team: int) -> Any:
 
             rows = [builder.add(first, builder.mul(dim, _i64(i))) for i in range(team)]
             width = team if WIDE else 2  # more queries at a time do not fit the registers
-            for some in range(0, team, width):
+            for low in range(0, team, width):
                 with cgutils.for_range(builder, builder.udiv(dim, _i64(LANES))) as loop:
                     c = builder.mul(loop.index, _i64(LANES))
                     scale, offset = at(floats, c), at(floats, dim, c)
-                    chosen = zip(rows[some : some + width], cells[some : some + width], strict=True)
+                    chosen = zip(rows[low : low + width], cells[low : low + width], strict=True)
                     for row, (top, absolute, shift) in chosen:
                         q = at(query, row, c)
                         size = size_of(builder, builder.fmul(q, scale))

@@ -128,8 +128,10 @@ def _inner(fast: set[str], **options: Any) -> Callable[[Any], Any]:
         if name in _parts:
             raise ValueError(f"two parts of the kernels are called {name}; `variant` gives each its own name")
         _parts.add(name)
-        options_ = {"nogil": True, "error_model": "numpy", "fastmath": fast, "pipeline_class": _PartCompiler}
-        made = njit(**options_, **options)(function)
+        compiler = njit(
+            nogil=True, error_model="numpy", fastmath=fast, pipeline_class=_PartCompiler, **options
+        )
+        made = compiler(function)
         template = made.get_call_template
         made.get_call_template = lambda args, kws: template([types.unliteral(a) for a in args], kws)
         return made

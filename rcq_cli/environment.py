@@ -185,9 +185,14 @@ def _determinism() -> dict[str, Any]:
     }
 
 
+def usable_cpus() -> int | None:
+    """Return how many processors this process may run on; None where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def _threads() -> dict[str, int | None]:
     torch = sys.modules.get("torch")
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = usable_cpus()
     # what Numba takes, also where a mode did not load it: times of such a run are compared with the others'
     asked = os.environ.get("NUMBA_NUM_THREADS", "")
     return {

@@ -134,8 +134,9 @@ def _software() -> Iterator[Probe]:
 
 
 def _host() -> Iterator[Probe]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Probe("cpu", "ok", f"{usable} usable of {os.cpu_count()} cores, {_cpu_name()}", "os")
+    from rcq_cli.environment import usable_cpus
+
+    yield Probe("cpu", "ok", f"{usable_cpus()} usable of {os.cpu_count()} cores, {_cpu_name()}", "os")
     total = _memory_bytes()
     if total is None:
         yield Probe("memory", "not_supported", None, "proc.meminfo", "this system has no /proc/meminfo")

@@ -23,6 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rcq_cli.environment import usable_cpus
 from rcq_cli.errors import BrokenRun, RcqError, SpecError, UnsupportedHere
 from rcq_cli.executors._worker import About, Outcome, Settings, Worker
 from rcq_cli.executors.local import Benches, LocalExecutor
@@ -292,8 +293,7 @@ def threads_each(workers: int) -> int:
     said = os.environ.get("OMP_NUM_THREADS", "")
     if said.isdecimal() and int(said) > 0:
         return int(said)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // workers)
+    return max(1, (usable_cpus() or 1) // workers)
 
 
 def _without_model(about: About) -> Loaded:
