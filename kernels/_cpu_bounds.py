@@ -12,6 +12,7 @@ import numpy as np
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, ROUNDOFF
 from rcq_cli.kernels._cpu_state import BUCKETS, TABLE, Line, Shape, Slot, Store
 from rcq_cli.kernels._cpu_vector import (
+    FLUSH,
     LANES,
     add,
     ahead,
@@ -43,8 +44,10 @@ RUN = 16
 """Coded blocks that share one float32 accumulator before it is added in float64."""
 EXACT_RUN = 4
 """Coded blocks that a block of originals counts for."""
-WIDEST = 60.0
+WIDEST = FLUSH - 2
 """Score errors beyond this give the trivial bound only; such blocks are promoted first, never skipped."""
+FLUSHED = float(np.exp(-FLUSH)) * 1.001
+"""More than a weight that became 0 can have been, next to the largest."""
 HOPELESS = 1e6
 """Caps what a block shifts; a head that shifts more than a tenth of it has the trivial bound only."""
 SHORT_RUN = 512 * LANES
@@ -202,7 +205,7 @@ def key_terms(
     Where the score errors e of a block have a small norm, sum p |e| <= sqrt(S2) norm(e) by Cauchy-Schwarz,
     and sum (p e)^2 <= (max p)^2 norm(e)^2; the largest p is the block's factor.
     """
-    lost = max(tokens * 1.7e-38 / weight, 1.2e-38)
+    lost = max(tokens * FLUSHED / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
     one, zero = splat(np.float32(1)), splat(np.float32(0))
     limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(HOPELESS))

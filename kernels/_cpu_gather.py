@@ -205,12 +205,13 @@ def flush(shape: Shape, item: Item, first: int, end: int) -> None:
 
 @merged
 def bring(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, reads: int) -> None:
-    """Have what is read of block `b` brought into the caches; the codes follow from the kernel of values."""
-    if reads & 1:
-        for i in range(shape.padded * shape.dim // 2, shape.value_bytes, 64):
+    """Have what is read of block `b` brought into the caches; its codes follow from the kernel of values."""
+    if b < turn.blocks:
+        first = 0 if reads & 2 else shape.padded * shape.dim // 2
+        for i in range(first, shape.value_bytes, 64):  # of originals, their fingerprints are compared
             prefetch(tiers.values, h * turn.value_pitch + b * shape.value_bytes + i)
-    if reads & 2 and b < turn.blocks:
-        ask_for(shape, turn, tiers.original_values, h, b)
+        if reads & 2:
+            ask_for(shape, turn, tiers.original_values, h, b)
 
 
 @merged
@@ -240,8 +241,8 @@ def add_block(
             gather_exact(shape, turn, tiers.tail, (shape.heads + h) * bytes_, turn.tail, item, slot, b, count)
         else:
             if not exact and only < 0:
-                sound(shape, turn, tiers, h, b, 3)
-                sound(shape, turn, tiers, h, b, 1)
+                sound(shape, turn, tiers, h, b, 3, 0)
+                sound(shape, turn, tiers, h, b, 1, 0)
             exact, at = True, h * turn.original_pitch + b * bytes_
             gather_exact(shape, turn, tiers.original_values, at, shape.block, item, slot, b, count)
     return exact

@@ -31,9 +31,15 @@ from rcq_cli.kernels._cpu_vector import (
 )
 
 TILE = 16
-"""Tokens that the kernel of scores takes at a time, and channels that the kernel of values takes."""
+"""Tokens that blocks are padded to, and channels that the kernel of values takes at a time."""
+SPAN = 2 * LANES
+"""Tokens that the kernel of scores takes at a time, TILE where no whole number of these fits."""
 TEAM = 4
 """Query heads that share one read of the codes."""
+LINE = 64
+"""Bytes of a cache line."""
+FOLD_ASKS = 12
+"""Bytes a channel of a later block that are asked for while queries are folded."""
 TINY = 1e-30
 """A folded query that is nowhere larger counts as zero."""
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
@@ -67,32 +73,27 @@ def add_to(builder: Any, cell: Any, product: Any) -> None:
     builder.store(builder.add(builder.load(cell), product), cell)
 
 
-def shorts_of(builder: Any, integers: list[Any]) -> Any:
-    """Return TILE 32-bit integers that fit 16 bits as such, in one vector."""
-    if not (X86 and AVX2 and len(integers) == 2):
-        return builder.trunc(joined(builder, integers), ir.VectorType(_i16, TILE))
-    packed = call(builder, "llvm.x86.avx2.packssdw", ir.VectorType(_i16, TILE), *integers)
-    # it packs the halves of the two apart
-    quads = builder.bitcast(packed, ir.VectorType(_i64, 4))
-    order = ir.Constant(ir.VectorType(_i32, 4), [0, 2, 1, 3])
-    return builder.bitcast(builder.shuffle_vector(quads, quads, order), packed.type)
+def shorts_of(builder: Any, words: list[Any]) -> Any:
+    """Return the low halves of TILE words in one vector."""
+    return builder.trunc(joined(builder, words), ir.VectorType(_i16, TILE))
 
 
 def fold_kernel(team: int) -> Any:
     """Return the kernel that folds `team` queries into the scales of a block of keys.
 
-    fold(floats, dim, query, first, steps, ints, meta): scale at `floats[:dim]`, offset at `floats[dim:]`; one
-    query after the other from `query[first]`. Writes q s in units of its largest / `steps`, as int16, one
-    query after the other, to `ints`; and to `floats[meta:]` four numbers each, one a query: units, sums of
-    |q s|, q . z.
+    fold(floats, dim, query, first, steps, ints, meta, codes, soon): scale at `floats[:dim]`, offset at
+    `floats[dim:]`; one query after the other from `query[first]`. Writes q s in units of its largest /
+    `steps`, as int16, one query after the other, to `ints`; and to `floats[meta:]` four numbers each, one a
+    query: units, sums of |q s|, q . z. Asks for FOLD_ASKS bytes a channel from byte `soon` of `codes` on.
     """
 
     def fold(
-        typing: Any, floats: Any, dim: Any, query: Any, first: Any, steps: Any, ints: Any, meta: Any
-    ) -> Any:
+        typing: Any, floats: Any, dim: Any, query: Any, first: Any, steps: Any, ints: Any, meta: Any,
+        codes: Any, soon: Any,
+    ) -> Any:  # fmt: skip
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            floats, dim, query, first, steps, ints, meta = values
+            floats, dim, query, first, steps, ints, meta, codes, soon = values
             cells = [[cgutils.alloca_once(builder, FLOAT_LANES) for _ in range(3)] for _ in range(team)]
             for cell in (cell for row in cells for cell in row):
                 builder.store(ir.Constant(FLOAT_LANES, None), cell)
@@ -103,11 +104,16 @@ def fold_kernel(team: int) -> Any:
                     index = builder.add(index, offset)
                 return builder.load(address(builder, pointer, index, FLOAT_LANES), align=1)
 
+            def ask(offset: Any) -> None:
+                prefetch_at(builder, address(builder, codes, builder.add(soon, offset), _i8))
+
             rows = [builder.add(first, builder.mul(dim, _i64(i))) for i in range(team)]
             width = team if WIDE else 2  # more queries at a time do not fit the registers
             for low in range(0, team, width):
                 with cgutils.for_range(builder, builder.udiv(dim, _i64(LANES))) as loop:
                     c = builder.mul(loop.index, _i64(LANES))
+                    if low == 0:
+                        ask(builder.mul(c, _i64(4)))
                     scale, offset = at(floats, c), at(floats, dim, c)
                     chosen = zip(rows[low : low + width], cells[low : low + width], strict=True)
                     for row, (top, absolute, shift) in chosen:
@@ -136,16 +142,20 @@ def fold_kernel(team: int) -> Any:
                 c = builder.mul(loop.index, _i64(TILE))
                 parts = [builder.add(c, _i64(n)) for n in range(0, TILE, LANES)]
                 scales = [at(floats, part) for part in parts]
+                later = builder.add(builder.mul(dim, _i64(4)), builder.mul(c, _i64(8)))
+                ask(later)
                 for i, (row, inverse) in enumerate(zip(rows, inverses, strict=True)):
+                    if i == team // 2:
+                        ask(builder.add(later, _i64(LINE)))
                     folded = [builder.fmul(at(query, row, n), s) for n, s in zip(parts, scales, strict=True)]
-                    rounded = [round_of(builder, builder.fmul(x, inverse)) for x in folded]
+                    rounded = [round_of(builder, x, inverse) for x in folded]
                     shorts = shorts_of(builder, rounded)
                     to = builder.add(builder.mul(dim, _i64(i)), c)
                     pointer = builder.gep(builder.bitcast(ints, _i16.as_pointer()), [to])
                     builder.store(shorts, builder.bitcast(pointer, shorts.type.as_pointer()), align=1)
             return context.get_dummy_value()
 
-        return types.void(floats, i64, query, i64, f32, ints, i64), code
+        return types.void(floats, i64, query, i64, f32, ints, i64, codes, i64), code
 
     return intrinsic(fold)
 
@@ -153,50 +163,73 @@ def fold_kernel(team: int) -> Any:
 HASH_BYTES = 32
 """What is hashed is a multiple of this long."""
 _HASH_STEP = 2 * 2654435761
+_HASH_TURN = 64
 
 
 @intrinsic
-def hash_words(typing: Any, data: Any, at: Any, count: Any, seed: Any) -> Any:
+def hash_words(typing: Any, data: Any, at: Any, count: Any, seed: Any, ahead: Any) -> Any:
     """Return a multilinear hash modulo 2^64 of `count` bytes (a multiple of HASH_BYTES) at byte `at`.
 
     Each 32-bit word is multiplied by its own odd 32-bit number, so a change inside one word always shows.
+    Asks for the bytes `ahead` of those it reads.
     """
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        data, at, count, seed = values
-        quads = ir.VectorType(_i64, 4)
-        low, half = ir.Constant(quads, [0xFFFFFFFF] * 4), ir.Constant(quads, [32] * 4)
-        # even and odd words; their multipliers stay odd because they grow by even steps
-        begun = builder.or_(builder.mul(seed, _i64(0x9E3779B1)), _i64(1))
-        begun = builder.insert_element(ir.Constant(quads, ir.Undefined), begun, _i32(0))
-        begun = builder.shuffle_vector(begun, begun, ir.Constant(ir.VectorType(_i32, 4), [0] * 4))
-        sums, factors = [], []
-        for odd in (0, 1):
-            ahead = [(2 * lane + odd) * _HASH_STEP for lane in range(4)]
-            factors.append(cgutils.alloca_once_value(builder, builder.add(begun, ir.Constant(quads, ahead))))
-            sums.append(cgutils.alloca_once_value(builder, ir.Constant(quads, None)))
-        step = ir.Constant(quads, [8 * _HASH_STEP] * 4)
-        with cgutils.for_range(builder, builder.udiv(count, _i64(HASH_BYTES))) as loop:
-            where = builder.add(at, builder.mul(loop.index, _i64(HASH_BYTES)))
-            words = builder.load(address(builder, data, where, quads), align=1)
+        data, at, count, seed, ahead = values
+        lanes = LANES // 2
+        quads = ir.VectorType(_i64, lanes)
+        low, half = ir.Constant(quads, [0xFFFFFFFF] * lanes), ir.Constant(quads, [32] * lanes)
+        begun = splat_of(builder, builder.or_(builder.mul(seed, _i64(0x9E3779B1)), _i64(1)), lanes)
+
+        def factor(first: int) -> Any:
+            """Return the multipliers of every other word from `first` on; they grow by even steps."""
+            steps = [(2 * lane + first) * _HASH_STEP for lane in range(lanes)]
+            return cgutils.alloca_once_value(builder, builder.add(begun, ir.Constant(quads, steps)))
+
+        def words_at(where: Any, kind: Any = quads) -> Any:
+            return builder.load(address(builder, data, where, kind), align=1)
+
+        def add_words(words: Any, cells: list[tuple[Any, Any]]) -> None:
+            """Add the even words to the first of two sums, the odd ones to the second."""
             parts = builder.and_(words, low), builder.lshr(words, half)
-            for part, factor, total in zip(parts, factors, sums, strict=True):
-                product = builder.mul(part, builder.and_(builder.load(factor), low))
+            for part, (total, multiplier) in zip(parts, cells, strict=True):
+                product = builder.mul(part, builder.and_(builder.load(multiplier), low))
                 builder.store(builder.add(builder.load(total), product), total)
-                builder.store(builder.add(builder.load(factor), step), factor)
-        result = builder.add(*(builder.load(total) for total in sums))
-        return call(builder, "llvm.vector.reduce.add.v4i64", _i64, result)
 
-    return types.int64(data, i64, i64, i64), code
+        begins = range(0, _HASH_TURN // 4, 2 * lanes)
+        zero = ir.Constant(quads, None)
+        cells = [
+            [(cgutils.alloca_once_value(builder, zero), factor(first + odd)) for odd in (0, 1)]
+            for first in begins
+        ]
+        step = ir.Constant(quads, [_HASH_TURN // 4 * _HASH_STEP] * lanes)
+        with cgutils.for_range(builder, builder.udiv(count, _i64(_HASH_TURN))) as loop:
+            where = builder.add(at, builder.mul(loop.index, _i64(_HASH_TURN)))
+            prefetch_at(builder, address(builder, data, builder.add(where, ahead), _i8))
+            for first, pair in zip(begins, cells, strict=True):
+                add_words(words_at(builder.add(where, _i64(4 * first))), pair)
+            for _, multiplier in (cell for pair in cells for cell in pair):
+                builder.store(builder.add(builder.load(multiplier), step), multiplier)
+        left = builder.urem(count, _i64(_HASH_TURN))
+        with builder.if_then(builder.icmp_unsigned("!=", left, _i64(0))):
+            last = words_at(builder.add(at, builder.sub(count, left)), ir.VectorType(_i64, 4))
+            order = ir.Constant(ir.VectorType(_i32, lanes), list(range(lanes)))
+            add_words(builder.shuffle_vector(last, ir.Constant(last.type, None), order), cells[0])
+        result = zero
+        for total, _ in (cell for pair in cells for cell in pair):
+            result = builder.add(result, builder.load(total))
+        return call(builder, f"llvm.vector.reduce.add.v{lanes}i64", _i64, result)
+
+    return types.int64(data, i64, i64, i64, i64), code
 
 
-def dots_kernel(team: int) -> Any:
-    """Return the kernel of scores: TILE tokens times `team` queries, exact in int32.
+def dots_kernel(team: int, span: int) -> Any:
+    """Return the kernel of scores: `span` tokens times `team` queries, exact in int32.
 
     dots(codes, at, stride, soon, query, first, pairs, sums, to, row): codes at byte `at`, `stride` bytes a
     channel pair; int16 query pairs in `query` from word `first`, one head after the other; integers to where
-    `sums[to + head * row + token]` is, a number as long. Asks for as many codes as it reads, which are needed
-    later, from byte `soon` on: evenly, for a burst would fill what waits for memory.
+    `sums[to + head * row + token]` is, a number as long. Asks for half as many bytes as it reads, which are
+    needed later, from byte `soon` on.
     """
 
     def dots(
@@ -206,15 +239,16 @@ def dots_kernel(team: int) -> Any:
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             codes, at, stride, soon, query, first, pairs, sums, to, row = values
-            vectors, unroll = TILE // LANES, 2 if WIDE else 1
+            vectors, unroll = span // LANES, 2 if WIDE else 1
             cells = accumulators(builder, team * vectors * unroll)
             shorts = ir.VectorType(_i16, 2 * LANES)
             with cgutils.for_range(builder, builder.udiv(pairs, _i64(unroll))) as loop:
                 for u in range(unroll):
                     pair = builder.add(builder.mul(loop.index, _i64(unroll)), _i64(u))
                     base = builder.add(at, builder.mul(pair, stride))
-                    later = builder.add(soon, builder.mul(pair, _i64(2 * TILE)))
-                    prefetch_at(builder, address(builder, codes, later, _i8))
+                    later = builder.add(soon, builder.mul(pair, _i64(span)))
+                    if u % 2 == 0:
+                        prefetch_at(builder, address(builder, codes, later, _i8))
                     data = []
                     for v in range(vectors):
                         where = address(

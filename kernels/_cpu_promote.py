@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.kernels._cpu_bounds import WIDEST
+from rcq_cli.kernels._cpu_bounds import FLUSHED, WIDEST
 from rcq_cli.kernels._cpu_integer import TEAM, hash_words
 from rcq_cli.kernels._cpu_score import (
     DELTAS,
@@ -37,9 +37,6 @@ from rcq_cli.kernels._cpu_vector import (
     sub,
 )
 
-UNDERFLOW = 2e-38
-"""More than a weight that became 0 can have been, next to its block's largest."""
-
 
 @plain
 def note_print(notes: Any, at: int) -> int:
@@ -51,34 +48,38 @@ def note_print(notes: Any, at: int) -> int:
 
 
 @plain
-def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int) -> int:
-    """Return a fingerprint of block `b`: 0 key record, 1 value record (both with notes), 2, 3 originals."""
+def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int, ahead: int) -> int:
+    """Return a fingerprint of block `b`: 0 key record, 1 value record (both with notes), 2, 3 originals.
+
+    Asks for that of the block `ahead` further on.
+    """
     if part == 0:
         at, notes = (
             h * turn.key_pitch + b * shape.key_bytes,
             note_print(tiers.notes, h * turn.note_pitch + NOTES * b),
         )
-        return hash_words(tiers.keys, at, shape.key_bytes, 1) + notes
+        return hash_words(tiers.keys, at, shape.key_bytes, 1, ahead * shape.key_bytes) + notes
     if part == 1:
         at, notes = (
             h * turn.value_pitch + b * shape.value_bytes,
             note_print(tiers.notes, h * turn.note_pitch + NOTES * b),
         )
-        return hash_words(tiers.values, at, shape.value_bytes, 2) + notes
+        return hash_words(tiers.values, at, shape.value_bytes, 2, ahead * shape.value_bytes) + notes
     count = shape.block * shape.dim * item_bytes(shape)
     source = tiers.original_keys if part == 2 else tiers.original_values
-    return hash_words(source, h * turn.original_pitch + b * count, count, part + 1)
+    return hash_words(source, h * turn.original_pitch + b * count, count, part + 1, ahead * count)
 
 
 @plain
-def sound(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int) -> bool:
-    """Compare a fingerprint with the one taken at sealing.
+def sound(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int, ahead: int) -> bool:
+    """Compare a fingerprint with the one taken at sealing; ask for what the block `ahead` further on needs.
 
     Record a fault and return False where they differ.
     """
     if part < 2 and tiers.raw[h * turn.raw_pitch + b]:
         return True
-    if block_print(shape, turn, tiers, h, b, part) == tiers.checks[h * turn.check_pitch + 4 * b + part]:
+    known = tiers.checks[h * turn.check_pitch + 4 * b + part]
+    if block_print(shape, turn, tiers, h, b, part, ahead) == known:
         return True
     tiers.faults[2 * h] = 1 if part < 2 else 2
     tiers.faults[2 * h + 1] = b
@@ -94,15 +95,15 @@ def compare_scores(
     at = h * turn.key_pitch + b * shape.key_bytes
     source = h * turn.original_pitch + b * shape.block * shape.dim * item_bytes(shape)
     keys, block = tiers.original_keys, shape.block
-    if not exact_scores(shape, tiers, keys, source, 0, block, h, low, high, pads, exact):
+    if not exact_scores(shape, tiers, keys, source, block, h, low, high, pads, exact):
         for r in range(low, high):
             tiers.failed[h * shape.rows + r] = 1
         return
     if tiers.raw[h * turn.raw_pitch + b]:
         return
     reach = np.float64(slot.reach[b])
-    fold_queries(shape, tiers, at, item, h, 0, low, high)
-    multiply(shape, tiers, at, 0, item, 0, low, high, pads, 0)
+    fold_queries(shape, tiers, at, at, item, h, 0, low, high)
+    multiply(shape, tiers, at, at, item, 0, low, high, pads, 0)
     for r in range(low, min(high, shape.group)):
         row = h * shape.rows + r
         if tiers.failed[row]:
@@ -131,7 +132,7 @@ def agree(weights: Any, to: int, exact: Any, at: int, padded: int, peak: float, 
     if not delta < WIDEST:
         return True
     stretch = splat(np.float32(np.exp(np.float64(delta)) * (1 + 2.0**-16)))
-    centre, flushed, worst = splat(np.float32(peak)), splat(np.float32(UNDERFLOW)), splat(LOW)
+    centre, flushed, worst = splat(np.float32(peak)), splat(np.float32(FLUSHED)), splat(LOW)
     for t in range(0, padded, LANES):
         above = sub(load(exact, at + t), centre)
         one = exponential(pick_less(above, splat(np.float32(80)), above, splat(np.float32(80))))
@@ -158,12 +159,12 @@ def promote_keys(
 
     Block `after` is the next one.
     """
-    if not (sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0)):
+    if not (sound(shape, turn, tiers, h, b, 2, after - b) and sound(shape, turn, tiers, h, b, 0, after - b)):
         return
     padded, block, pads, weights = shape.padded, shape.block, item.pads, slot.weights
     size = block * shape.dim * item_bytes(shape)
-    at, ahead = h * turn.original_pitch + b * size, (after - b) * size
-    if not exact_scores(shape, tiers, tiers.original_keys, at, ahead, block, h, 0, shape.rows, pads, 0):
+    at = h * turn.original_pitch + b * size
+    if not exact_scores(shape, tiers, tiers.original_keys, at, block, h, 0, shape.rows, pads, 0):
         for r in range(shape.rows):
             tiers.failed[h * shape.rows + r] = 1
         return
@@ -202,10 +203,9 @@ def explore(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, 
     """Compare the codes of a few blocks with the originals, for one query head, only to find corruption."""
     state = np.uint64(turn.count * 8191 + h + 1) * np.uint64(0x9E3779B97F4A7C15)
     wanted = limits.explore * turn.blocks + np.float64(state >> np.uint64(11)) * 2.0**-53
-    for left in range(int(wanted), 0, -1):
+    for _ in range(int(wanted)):
         state = following(state)
-        b, r = drawn(state, 33, turn.blocks), drawn(state, 20, shape.group)
-        if left > 1:
-            ask_for(shape, turn, tiers.original_keys, h, drawn(following(state), 33, turn.blocks))
-        if sound(shape, turn, tiers, h, b, 2) and sound(shape, turn, tiers, h, b, 0):
+        b, r, after = drawn(state, 33, turn.blocks), drawn(state, 20, shape.group), following(state)
+        ahead = drawn(after, 33, turn.blocks) - b
+        if sound(shape, turn, tiers, h, b, 2, ahead) and sound(shape, turn, tiers, h, b, 0, ahead):
             compare_scores(shape, turn, tiers, item, slot, h, b, r, r + 1)

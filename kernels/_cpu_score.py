@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.kernels._cpu_integer import TEAM, TILE, dots_kernel, fold_kernel
+from rcq_cli.kernels._cpu_integer import FOLD_ASKS, LINE, SPAN, TEAM, TILE, dots_kernel, fold_kernel
 from rcq_cli.kernels._cpu_state import NOTES, STATS, STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     FLUSH,
@@ -117,9 +117,42 @@ def read_scales(shape: Shape, keys: Any, at: int, floats: Any) -> None:
 
 
 _fold1, _fold2, _fold4 = (fold_kernel(team) for team in (1, 2, TEAM))
-_dots1, _dots2, _dots4 = (dots_kernel(team) for team in (1, 2, TEAM))
 
 
+def _multiplier(span: int) -> Any:
+    one, two, four = (dots_kernel(team, span) for team in (1, 2, TEAM))
+
+    def multiply(
+        shape: Shape, tiers: Store, at: int, soon: int, item: Item, place: int, low: int, high: int,
+        scores: Any, to: int,
+    ) -> None:  # fmt: skip
+        """Do it `span` tokens at a time."""
+        keys, ints, dim, padded = tiers.keys, item.ints, shape.dim, shape.padded
+        pairs, stride = dim // 2, 2 * padded
+        for r in range(low // TEAM * TEAM, high, TEAM):
+            first, out = (place * shape.rows + r) * pairs, to + r * padded
+            for t in range(0, padded, span):
+                codes, later, sums = at + 2 * t, soon + FOLD_ASKS * dim + t * pairs, out + t
+                if shape.rows == 1:
+                    one(keys, codes, stride, later, ints, first, pairs, scores, sums, padded)
+                elif shape.rows == 2:
+                    two(keys, codes, stride, later, ints, first, pairs, scores, sums, padded)
+                else:
+                    four(keys, codes, stride, later, ints, first, pairs, scores, sums, padded)
+
+    return variant(multiply, str(span), merged)
+
+
+_multiply_tile = _multiplier(TILE)
+_multiply_span = _multiplier(SPAN) if SPAN != TILE else _multiply_tile
+
+
+LEAD = 6
+"""Blocks from one that is scored to the one whose record is asked for.
+
+Each stage asks for a part, in proportion to the time it takes: a request waits for room among those under
+way, and with it all that follows, so that after bursts of them memory and arithmetic take turns.
+"""
 USUAL = 32
 """Tokens of a block that loops are unrolled for."""
 META = 32
@@ -137,12 +170,13 @@ def meta_of(shape: Shape, place: int, r: int) -> int:
 
 @merged
 def fold_queries(
-    shape: Shape, tiers: Store, at: int, item: Item, h: int, place: int, low: int, high: int
+    shape: Shape, tiers: Store, at: int, soon: int, item: Item, h: int, place: int, low: int, high: int
 ) -> None:
     """Fold the teams of rows `low` to `high` into the scales of the key record at byte `at`.
 
-    Rounded to 16 bits per head and block, so that the dot products are exact integers. Block `place` of a
-    strip has its integers at `ints[place * rows * D / 2:]`.
+    Asks for the first part of the record needed later, at byte `soon`. Rounded to 16 bits per head and block,
+    so that the dot products are exact integers. Block `place` of a strip has its integers at
+    `ints[place * rows * D / 2:]`.
     """
     dim, floats, steps = shape.dim, item.floats, np.float32(shape.fold_steps)
     read_scales(shape, tiers.keys, at, floats)
@@ -150,34 +184,26 @@ def fold_queries(
         meta, query = meta_of(shape, place, r), (h * shape.rows + r) * dim
         ints = ahead(item.ints, (place * shape.rows + r) * (dim // 2))
         if shape.rows == 1:
-            _fold1(floats, dim, tiers.query, query, steps, ints, meta)
+            _fold1(floats, dim, tiers.query, query, steps, ints, meta, tiers.keys, soon)
         elif shape.rows == 2:
-            _fold2(floats, dim, tiers.query, query, steps, ints, meta)
+            _fold2(floats, dim, tiers.query, query, steps, ints, meta, tiers.keys, soon)
         else:
-            _fold4(floats, dim, tiers.query, query, steps, ints, meta)
+            _fold4(floats, dim, tiers.query, query, steps, ints, meta, tiers.keys, soon)
 
 
 @merged
 def multiply(
-    shape: Shape, tiers: Store, at: int, ahead: int, item: Item, place: int, low: int, high: int, scores: Any,
+    shape: Shape, tiers: Store, at: int, soon: int, item: Item, place: int, low: int, high: int, scores: Any,
     to: int,
 ) -> None:  # fmt: skip
     """Multiply the codes at byte `at` by what `fold_queries` left: integers in `scores[to + row * P:]`.
 
-    Asks for those `ahead` bytes further on.
+    Asks for the second part of the record needed later, at byte `soon`.
     """
-    keys, ints, dim, padded = tiers.keys, item.ints, shape.dim, shape.padded
-    pairs, stride = dim // 2, 2 * padded
-    for r in range(low // TEAM * TEAM, high, TEAM):
-        first, out = (place * shape.rows + r) * pairs, to + r * padded
-        for t in range(0, padded, TILE):
-            codes, soon, sums = at + 2 * t, at + ahead + t * dim, out + t
-            if shape.rows == 1:
-                _dots1(keys, codes, stride, soon, ints, first, pairs, scores, sums, padded)
-            elif shape.rows == 2:
-                _dots2(keys, codes, stride, soon, ints, first, pairs, scores, sums, padded)
-            else:
-                _dots4(keys, codes, stride, soon, ints, first, pairs, scores, sums, padded)
+    if shape.padded % SPAN == 0:
+        _multiply_span(shape, tiers, at, soon, item, place, low, high, scores, to)
+    else:
+        _multiply_tile(shape, tiers, at, soon, item, place, low, high, scores, to)
 
 
 @merged
@@ -246,31 +272,38 @@ def score_strip(
 
     Stage by stage: every stage ends in a chain of dependent instructions, which the next block covers.
     """
-    record, codes = shape.key_bytes, shape.padded * shape.dim
-    keys, area = h * turn.key_pitch, shape.rows * shape.padded
+    record, keys, area = shape.key_bytes, h * turn.key_pitch, shape.rows * shape.padded
+    lead = LEAD * record
     for b in range(first, last):
         at = keys + b * record
         read_notes(turn, tiers, slot, h, b)
-        for i in range(at + codes, at + record, 64):  # the codes of a block follow from `multiply`
-            prefetch(tiers.keys, i + STRIP * record)
-        fold_queries(shape, tiers, at, item, h, b - first, 0, shape.rows)
+        fold_queries(shape, tiers, at, at + lead, item, h, b - first, 0, shape.rows)
     for b in range(first, last):
-        multiply(
-            shape, tiers, keys + b * record, STRIP * record, item, b - first, 0, shape.rows, slot.weights,
-            b * area,
-        )  # fmt: skip
+        at = keys + b * record
+        multiply(shape, tiers, at, at + lead, item, b - first, 0, shape.rows, slot.weights, b * area)
     for b in range(first, last):
+        soon = keys + b * record + lead
         for r in range(0, shape.rows, TEAM):
             bound_scores(shape, tiers, item.floats, meta_of(shape, b - first, r), h * shape.rows + r, slot, b)
         if shape.rows < TEAM:
+            ask_rest(shape, tiers, soon, 0, 1)
             for r in range(shape.group):
                 finish_row(shape, turn, item, slot, b, b - first, r)
         else:
             for r in range(0, shape.rows, TEAM):
                 if shape.padded == USUAL:  # loops of known length
-                    finish_team(shape, turn, item, slot, b, b - first, r, USUAL)
+                    finish_team(shape, turn, tiers, soon, item, slot, b, b - first, r, USUAL)
                 else:
-                    finish_team(shape, turn, item, slot, b, b - first, r, shape.padded)
+                    finish_team(shape, turn, tiers, soon, item, slot, b, b - first, r, shape.padded)
+
+
+@merged
+def ask_rest(shape: Shape, tiers: Store, soon: int, part: int, parts: int) -> None:
+    """Ask for one of `parts` of what `fold_queries` and `multiply` leave out of the key record at `soon`."""
+    asked = (FOLD_ASKS + shape.padded // 2) * shape.dim
+    share = max(0, shape.key_bytes - asked) // parts
+    for i in range(soon + asked + part * share, soon + asked + (part + 1) * share, LINE):
+        prefetch(tiers.keys, i)
 
 
 @merged
@@ -302,9 +335,13 @@ def weigh_pair(weights: Any, one: int, two: int, peak: Any, other_peak: Any, pad
 
 @merged
 def finish_team(
-    shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: int, first: int, padded: int
-) -> None:
-    """Do what `finish_row` does for TEAM rows from `first` on, whose chains of instructions interleave."""
+    shape: Shape, turn: Turn, tiers: Store, soon: int, item: Item, slot: Slot, b: int, place: int, first: int,
+    padded: int,
+) -> None:  # fmt: skip
+    """Do what `finish_row` does for TEAM rows from `first` on, whose chains of instructions interleave.
+
+    Asks for the last part of the record needed later, at byte `soon`.
+    """
     line, meta = line_of(turn, slot, first), meta_of(shape, place, first)
     weights, floats, pitch = slot.weights, item.floats, STATS * turn.width
     one = (b * shape.rows + first) * padded
@@ -313,6 +350,7 @@ def finish_team(
         to = b + i * pitch
         line.delta[to] = line.coded_delta[to] = floats[meta + DELTAS + i]
         line.rest[to] = floats[meta + RESTS + i]
+        ask_rest(shape, tiers, soon, i, TEAM)
         as_scores(shape, item, place, first + i, weights, one + i * padded, padded)
         for t in range(one + i * padded + shape.block, one + (i + 1) * padded):
             weights[t] = LOW
@@ -353,16 +391,14 @@ def note_overflow(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, fi
 def _exact_scores(name: str, read: Any, item: int) -> Any:
 
     def exact(
-        shape: Shape, tiers: Store, source: Any, at: int, ahead: int, tokens: int, h: int, low: int,
-        high: int, scores: Any, to: int,
+        shape: Shape, tiers: Store, source: Any, at: int, tokens: int, h: int, low: int, high: int,
+        scores: Any, to: int,
     ) -> None:  # fmt: skip
         """Score `tokens` originals of `item` bytes a number, read by `read`."""
         dim, padded, query, size = shape.dim, shape.padded, tiers.query, shape.dim * item
         for t in range(0, tokens, 2):  # two tokens at a time; an odd last one twice
             other = min(t + 1, tokens - 1)
             x_at, y_at, r, place = at + t * size, at + other * size, low, to + low * padded
-            for i in range(0, 2 * size, 64):
-                prefetch(source, x_at + ahead + i)
             while r + TEAM <= high:
                 q = (h * shape.rows + r) * dim
                 one = two = three = four = splat(np.float32(0))
@@ -401,19 +437,19 @@ _exact_single, _exact_bfloat, _exact_half = (_exact_scores(*reader) for reader i
 
 @plain
 def exact_scores(
-    shape: Shape, tiers: Store, source: Any, at: int, ahead: int, tokens: int, h: int, low: int, high: int,
-    scores: Any, to: int,
+    shape: Shape, tiers: Store, source: Any, at: int, tokens: int, h: int, low: int, high: int, scores: Any,
+    to: int,
 ) -> bool:  # fmt: skip
     """Score `tokens` originals at byte `at` for rows `low` to `high`: `scores[to + row * P + token]`.
 
-    Asks for those `ahead` bytes further on, which are needed next. Returns whether all are finite.
+    Returns whether all are finite.
     """
     if shape.kind == 0:
-        _exact_single(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
+        _exact_single(shape, tiers, source, at, tokens, h, low, high, scores, to)
     elif shape.kind == 1:
-        _exact_bfloat(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
+        _exact_bfloat(shape, tiers, source, at, tokens, h, low, high, scores, to)
     else:
-        _exact_half(shape, tiers, source, at, ahead, tokens, h, low, high, scores, to)
+        _exact_half(shape, tiers, source, at, tokens, h, low, high, scores, to)
     bad, top = splat(np.float32(0)), splat(np.float32(1e37))
     zero, one = bad, splat(np.float32(1))
     for r in range(to + low * shape.padded, to + high * shape.padded, shape.padded):
@@ -449,7 +485,7 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
     slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
     slot.key_spectrum[b] = slot.value_spectrum[b] = np.float32(0)
     to = b * shape.rows * padded
-    sound = exact_scores(shape, tiers, tiers.tail, at, 0, turn.tail, h, 0, shape.rows, slot.weights, to)
+    sound = exact_scores(shape, tiers, tiers.tail, at, turn.tail, h, 0, shape.rows, slot.weights, to)
     for r in range(shape.rows):
         line, row = line_of(turn, slot, r), h * shape.rows + r
         line.delta[b] = line.rest[b] = np.float64(tiers.slacks[row]) * slot.reach[b] + EXP_SLACK

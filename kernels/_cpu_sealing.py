@@ -344,7 +344,7 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     tiers.raw_bounds[bounds], tiers.raw_bounds[bounds + 1] = norm * MARGIN, radius * MARGIN
     for part in range(4 if turn.check_pitch else 0):  # mode naive checks nothing
         place = b if part < 2 else j
-        tiers.checks[checks + part] = block_print(shape, turn, tiers, h, place, part)
+        tiers.checks[checks + part] = block_print(shape, turn, tiers, h, place, part, 0)
 
 
 @plain

@@ -143,7 +143,7 @@ def scale_kernel(team: int, two_level: bool) -> Any:
                         halves = [source(x, _f32) for x in (place, _plus(builder, place, pairs))]
                         for x, (_, low) in zip(halves, both, strict=True):
                             _gain(builder, cell, x, low)
-                        products = [builder.fmul(x, step) for x, (step, _) in zip(halves, both, strict=True)]
+                        products = [(x, step) for x, (step, _) in zip(halves, both, strict=True)]
                         row = builder.mul(_plus(builder, _times(builder, g, team), i), pairs)
                         _put(builder, ints, _plus(builder, row, p), pairs_of(builder, *products))
                 for cell, place, factor in zip(cells, offsets, own, strict=True):
@@ -198,7 +198,8 @@ def mix_kernel(team: int) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             words, at, stride, ahead, octets, weights, first, row, gathered, to, channel, scales = values
             vectors, sums = TILE // LANES, _reader(builder, gathered)
-            cells = accumulators(builder, team * vectors)
+            chains = max(1, 4 // (team * vectors))  # one sum would wait for itself
+            cells = accumulators(builder, team * vectors * chains)
             with cgutils.for_range(builder, octets) as loop:
                 base = builder.add(at, builder.mul(loop.index, stride))
                 prefetch_at(builder, address(builder, words, builder.add(base, ahead), _i8))
@@ -215,12 +216,14 @@ def mix_kernel(team: int) -> Any:
                         weight = splat_of(builder, weight)
                         for v in range(vectors):
                             product = multiply_pairs(builder, codes[v], weight)
-                            add_to(builder, cells[h * vectors + v], product)
+                            add_to(builder, cells[(h * vectors + v) * chains + k % chains], product)
             factors, places = _entries(builder, scales, team), _entries(builder, to, team)
             for h, (factor, place) in enumerate(zip(factors, places, strict=True)):
                 for v in range(vectors):
                     index = _plus(builder, place, channel, v * LANES)
-                    found = builder.sitofp(builder.load(cells[h * vectors + v]), FLOAT_LANES)
+                    first_ = (h * vectors + v) * chains
+                    parts = [builder.load(cell) for cell in cells[first_ : first_ + chains]]
+                    found = builder.sitofp(_plus(builder, *parts), FLOAT_LANES)
                     found = fma_of(builder, found, splat_of(builder, factor), sums(index, _f32))
                     _put(builder, gathered, index, found)
             return context.get_dummy_value()

@@ -29,18 +29,22 @@ WIDE, AVX2, X86 = "+avx512bw" in features(), "+avx2" in features(), "+sse2" in f
 LANES = 16 if WIDE else 8
 NARROW = 8
 """Lanes where fewer numbers than LANES may stand in a row."""
-FLUSH = 87.0
-"""Weights below exp(-FLUSH) of the largest one count as zero."""
+FLUSH = 30.0
+"""Weights below exp(-FLUSH) of the largest one count as zero: 1e-13, which nothing that is stored shows.
+
+Squares and products of smaller ones would be subnormal, and those take a hundred times as long.
+"""
 
 
 def _folder() -> Path | None:
     """Return a folder for compiled kernels that can be written to, or None.
 
     Numba notices edits of the file of the outermost function only, so the name carries a digest of all
-    kernels.
+    kernels, and of this module's name, by which compiled code finds its module again.
     """
     sources = sorted(Path(__file__).parent.glob("*cpu*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    parts = [__name__.encode(), *(path.read_bytes() for path in sources)]
+    digest = hashlib.sha256(b"".join(parts)).hexdigest()[:12]
     home = Path(config.CACHE_DIR or Path(os.environ.get("RCQ_HOME") or "~/.cache/rcq").expanduser() / "numba")
     folder = home / f"rcq-{digest}"
     try:
@@ -244,20 +248,29 @@ def fma_of(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return call(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
-def round_of(builder: Any, x: Any) -> Any:
-    """Return the nearest integers, as many as there are floats."""
-    lanes = x.type.count
-    integers = ir.VectorType(_i32, lanes)
-    if X86 and lanes == 8:
-        return call(builder, "llvm.x86.avx.cvt.ps2dq.256", integers, x)
-    return builder.fptosi(call(builder, f"llvm.rint.v{lanes}f32", x.type, x), integers)
+_SHIFTER = 1.5 * 2.0**23
+"""Added to a number below 2^22, it leaves the nearest integer in the low bits: no conversion is needed."""
 
 
-def pairs_of(builder: Any, low: Any, high: Any) -> Any:
-    """Return words of two rounded non-negative 16-bit numbers, `low` in the low half."""
-    lanes = low.type.count
-    shifted = builder.shl(round_of(builder, high), ir.Constant(ir.VectorType(_i32, lanes), [16] * lanes))
-    return builder.or_(round_of(builder, low), shifted)
+def shifted_of(builder: Any, x: Any, y: Any) -> Any:
+    """Return x * y + _SHIFTER, whose bits end in those of the nearest integer to x * y."""
+    return fma_of(builder, x, y, ir.Constant(x.type, [_SHIFTER] * x.type.count))
+
+
+def bits_of(builder: Any, x: Any) -> Any:
+    return builder.bitcast(x, ir.VectorType(_i32, x.type.count))
+
+
+def round_of(builder: Any, x: Any, y: Any) -> Any:
+    """Return words whose low 16 bits are the integers nearest to x * y, which fit them."""
+    return bits_of(builder, shifted_of(builder, x, y))
+
+
+def pairs_of(builder: Any, low: tuple[Any, Any], high: tuple[Any, Any]) -> Any:
+    """Return words of two non-negative 16-bit numbers, each a rounded product; `low` in the low half."""
+    words = [round_of(builder, *factors) for factors in (low, high)]
+    half, ones = (ir.Constant(words[0].type, [n] * words[0].type.count) for n in (16, 0xFFFF))
+    return builder.or_(builder.and_(words[0], ones), builder.shl(words[1], half))
 
 
 def sum_of(builder: Any, x: Any) -> Any:
@@ -301,15 +314,14 @@ def _exponential(builder: Any, x: Any) -> Any:
 
     2^n times a polynomial of degree 6 on [-1/2, 1/2], whose relative error is 1.5e-7.
     """
-    kept = builder.fcmp_ordered(">", x, _constant(-FLUSH))
-    scaled = builder.fmul(builder.select(kept, x, _constant(0.0)), _constant(1.4426950408889634))
-    whole = call(builder, f"llvm.rint.v{LANES}f32", FLOAT_LANES, scaled)
-    part = builder.fsub(scaled, whole)
+    kept, log2e = builder.fcmp_ordered(">", x, _constant(-FLUSH)), _constant(1.4426950408889634)
+    shifted = shifted_of(builder, x, log2e)
+    part = fma_of(builder, x, log2e, builder.fsub(_constant(_SHIFTER), shifted))
     result = _constant(_POWERS[-1])
     for coefficient in _POWERS[-2::-1]:
         result = fma_of(builder, result, part, _constant(coefficient))
-    exponent = builder.shl(builder.fptosi(whole, INTS), ir.Constant(INTS, [23] * LANES))
-    power = builder.add(builder.bitcast(result, INTS), exponent)
+    exponent = builder.shl(bits_of(builder, shifted), ir.Constant(INTS, [23] * LANES))
+    power = builder.add(bits_of(builder, result), exponent)
     return builder.select(kept, builder.bitcast(power, FLOAT_LANES), _constant(0.0))
 
 
@@ -346,7 +358,7 @@ bfloat = _op(
 
 def prefetch_at(builder: Any, where: Any) -> None:
     """Ask for the cache line at a byte pointer."""
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), where, _i32(0), _i32(3), _i32(1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), where, _i32(0), _i32(2), _i32(1))
 
 
 @intrinsic

@@ -111,7 +111,7 @@ def append_piece(address: int, phase: int, index: int, number: int) -> int:
 def print_piece(address: int, phase: int, index: int, number: int) -> int:
     """Return fingerprint `phase` of block `index` of KV head `number`."""
     call = longs_at(address)
-    return block_print(shape_at(call), turn_at(call), store_at(call), number, index, phase)
+    return block_print(shape_at(call), turn_at(call), store_at(call), number, index, phase, 0)
 
 
 def check_piece(address: int, phase: int, index: int, number: int) -> int:
@@ -120,7 +120,7 @@ def check_piece(address: int, phase: int, index: int, number: int) -> int:
     shape, turn, tiers = shape_at(call), turn_at(call), store_at(call)
     h, part = phase // 4, phase % 4
     known = tiers.checks[h * turn.check_pitch + 4 * index + part]
-    return number + (1 if block_print(shape, turn, tiers, h, index, part) != known else 0)
+    return number + (1 if block_print(shape, turn, tiers, h, index, part, 0) != known else 0)
 
 
 @cache
