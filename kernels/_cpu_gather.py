@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import EXACT_RUN, RUN, WEIGHT_STEPS
-from rcq_cli.kernels._cpu_integer import TEAM, TILE
+from rcq_cli.kernels._cpu_integer import LINE, TEAM, TILE
 from rcq_cli.kernels._cpu_promote import ask_for, sound
 from rcq_cli.kernels._cpu_score import READERS, item_bytes
 from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
-from rcq_cli.kernels._cpu_values import mix_kernel, scale_kernel
+from rcq_cli.kernels._cpu_values import SCALE_ASKS, mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
@@ -31,37 +31,43 @@ def _coded_values(team: int) -> Any:
     mix = mix_kernel(team)
     two_level, one_level = (scale_kernel(team, levels) for levels in (True, False))
 
-    def gather(shape: Shape, values: Any, at: int, step: float, after: int, weights: Any, item: Item) -> None:
+    def gather(
+        shape: Shape, values: Any, at: int, width: float, ahead: int, weights: Any, item: Item
+    ) -> None:
         """Add factor * sum_t weight * value of the coded block at byte `at` for `team` rows.
 
         A value is code * s + z; the codes are multiplied in integers by weights times s, the offsets in
-        float32. The block that is needed next is `after` bytes on.
+        float32. Asks for a block that is needed soon, `ahead` bytes on: evenly, as scoring does.
         """
         padded, dim, groups, pairs = shape.padded, shape.dim, shape.groups, shape.padded // 2
+        octets, soon = padded // 8, at + ahead
         meta, chunk = at + padded * dim // 2, dim // groups
-        unit = np.float32(1 if step == 0 else WEIGHT_STEPS / step)
+        unit = np.float32(1 if width == 0 else WEIGHT_STEPS / width)
         for i in range(team):
-            item.scales[i] = item.factors[i] * np.float32(step / WEIGHT_STEPS)
+            item.scales[i] = item.factors[i] * np.float32(width / WEIGHT_STEPS)
         back = np.float32(1)
         if shape.two_level:
             unit /= np.float32(15)
             back /= unit
         if shape.two_level:
             two_level(
-                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
+                values, meta, soon, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
                 item.ints, item.gathered, item.lows, item.offsets,
             )  # fmt: skip
         else:
             one_level(
-                values, meta, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
+                values, meta, soon, padded, groups, weights, item.to, item.factors, unit, back, item.floats,
                 item.ints, item.gathered, item.lows, item.offsets,
             )  # fmt: skip
+        soon += groups * SCALE_ASKS
+        step = (shape.value_bytes - groups * SCALE_ASKS) // (octets * dim // TILE)
         for g in range(groups):
             for c in range(g * chunk, (g + 1) * chunk, TILE):
                 mix(
-                    values, at + 4 * c, 4 * dim, after, padded // 8, item.ints, g * team * pairs, pairs,
+                    values, at + 4 * c, 4 * dim, soon, step, octets, item.ints, g * team * pairs, pairs,
                     item.gathered, item.places, c, item.scales,
                 )  # fmt: skip
+                soon += octets * step
 
     return variant(gather, str(team), merged)
 
@@ -71,9 +77,9 @@ _gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
 
 @merged
 def gather_coded(
-    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int, count: int
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, later: int, count: int
 ) -> None:
-    """Add coded block `b` for the first `count` rows listed in `item.rows`; block `after` is the next."""
+    """Add coded block `b` for the first `count` rows in `item.rows`; block `later` is needed after the next."""
     wide = shape.groups * LANES
     for i in range(TEAM):  # a spare member adds nothing to a row that is there anyway
         r = item.rows[i if i < count else 0]
@@ -82,7 +88,7 @@ def gather_coded(
         item.lows[i] = shape.rows * (shape.dim + wide) + r * LANES
         item.factors[i] = line_of(turn, slot, r).factor[b] if i < count else np.float32(0)
     at, step = h * turn.value_pitch + b * shape.value_bytes, np.float64(slot.step[b])
-    further = (after - b) * shape.value_bytes
+    further = (later - b) * shape.value_bytes
     if count == 1:
         _gather1(shape, tiers.values, at, step, further, slot.weights, item)
     elif count == 2:
@@ -205,22 +211,24 @@ def flush(shape: Shape, item: Item, first: int, end: int) -> None:
 
 @merged
 def bring(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, reads: int) -> None:
-    """Have what is read of block `b` brought into the caches; its codes follow from the kernel of values."""
-    if b < turn.blocks:
-        first = 0 if reads & 2 else shape.padded * shape.dim // 2
-        for i in range(first, shape.value_bytes, 64):  # of originals, their fingerprints are compared
-            prefetch(tiers.values, h * turn.value_pitch + b * shape.value_bytes + i)
-        if reads & 2:
-            ask_for(shape, turn, tiers.original_values, h, b)
+    """Have originals of block `b` that are read brought into the caches, and the record that is checked then.
+
+    The kernels of values ask for codes.
+    """
+    if reads & 2 and b < turn.blocks:
+        record = h * turn.value_pitch + b * shape.value_bytes
+        for i in range(record, record + shape.value_bytes, LINE):
+            prefetch(tiers.values, i)
+        ask_for(shape, turn, tiers.original_values, h, b)
 
 
 @merged
 def add_block(
-    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int, only: int
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, later: int, only: int
 ) -> bool:
     """Add block `b` to the rows that read it (row `only`, or with -1 all still to do).
 
-    Block `after` is the next one. Return True if exact.
+    Block `later` is the one after the next. Return True if exact.
     """
     exact, count = False, 0
     bytes_ = shape.block * shape.dim * item_bytes(shape)
@@ -236,7 +244,7 @@ def add_block(
         if count == 0:
             continue
         if coded > 0:
-            gather_coded(shape, turn, tiers, item, slot, h, b, after, count)
+            gather_coded(shape, turn, tiers, item, slot, h, b, later, count)
         elif b == turn.blocks:
             gather_exact(shape, turn, tiers.tail, (shape.heads + h) * bytes_, turn.tail, item, slot, b, count)
         else:
@@ -253,7 +261,7 @@ def next_read(slot: Slot, b: int, end: int) -> int:
     """Return the first block from `b` on that any row reads, or `end`."""
     while b < end and slot.reads[b] == 0:
         b += 1
-    return b
+    return min(b, end)
 
 
 @plain
@@ -262,19 +270,22 @@ def sum_reads(
 ) -> None:
     """Sum weights times values over the blocks from `first` to `end` that `slot.reads` names.
 
-    Of row `only`, or with -1 of all still to do. What the next one needs is on its way meanwhile.
+    Of row `only`, or with -1 of all still to do. What the next two need is on its way meanwhile.
     """
     low, high = (0, shape.group) if only < 0 else (only, only + 1)
     for c in range(low * shape.dim, high * shape.dim):
         item.sums[c] = 0.0
     clear(shape, item, low, high)
     run, b = 0, next_read(slot, first, end)
+    after = next_read(slot, b + 1, end)
+    if after < end:
+        bring(shape, turn, tiers, h, after, np.int64(slot.reads[after]))
     while b < end:
-        after = next_read(slot, b + 1, end)
-        if after < end:
-            bring(shape, turn, tiers, h, after, np.int64(slot.reads[after]))
-        exact = add_block(shape, turn, tiers, item, slot, h, b, after, only)
-        run, b = run + (EXACT_RUN if exact else 1), after
+        later = next_read(slot, after + 1, end)
+        if later < end:
+            bring(shape, turn, tiers, h, later, np.int64(slot.reads[later]))
+        exact = add_block(shape, turn, tiers, item, slot, h, b, later, only)
+        run, b, after = run + (EXACT_RUN if exact else 1), after, later
         if run >= RUN:
             flush(shape, item, low, high)
             run = 0

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rcq_cli.kernels._cpu_integer import TILE, accumulators, add_to, multiply_pairs
+from rcq_cli.kernels._cpu_integer import LINE, TILE, accumulators, add_to, multiply_pairs
 from rcq_cli.kernels._cpu_vector import (
     FLOAT_LANES,
     INTS,
@@ -26,6 +26,8 @@ from rcq_cli.kernels._cpu_vector import (
 
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _f16, _f32 = ir.HalfType(), ir.FloatType()
+SCALE_ASKS = 128
+"""Bytes a group of values of a later block that are asked for while weights are scaled."""
 
 
 def _gain(builder: Any, cell: Any, x: Any, y: Any) -> None:
@@ -65,10 +67,10 @@ def _entries(builder: Any, pointer: Any, count: int) -> list[Any]:
 def scale_kernel(team: int, two_level: bool) -> Any:
     """Return the kernel that multiplies weights by the steps of values.
 
-    scale(values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
+    scale(values, meta, soon, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
     offsets): metadata at byte `meta`; weights of member i at `weights[to[i]:]`. Writes pairs of weight * step
     * unit, rounded, to `ints[(group * team + i) * P/2:]`, and adds factor * weight * offset to
-    `gathered[offsets[i] + group * LANES:]`.
+    `gathered[offsets[i] + group * LANES:]`. Asks for SCALE_ASKS bytes a group from byte `soon` on.
 
     Metadata of two levels: low and width of every token in float16; per group and token the low end, then
     the high end, in bytes. There a step is width * (high - low), the lows go to `gathered[lows[i]:]`, the
@@ -77,15 +79,15 @@ def scale_kernel(team: int, two_level: bool) -> Any:
     """
 
     def scale(
-        typing: Any, values: Any, meta: Any, padded: Any, groups: Any, weights: Any, to: Any, factors: Any,
-        unit: Any, back: Any, floats: Any, ints: Any, gathered: Any, lows: Any, offsets: Any,
+        typing: Any, values: Any, meta: Any, soon: Any, padded: Any, groups: Any, weights: Any, to: Any,
+        factors: Any, unit: Any, back: Any, floats: Any, ints: Any, gathered: Any, lows: Any, offsets: Any,
     ) -> Any:  # fmt: skip
 
         def passes(builder: Any, arguments: Any, lanes: int) -> None:
             """Emit the kernel for `lanes` token pairs at a time."""
             (
-                values, meta, padded, groups, weights, to, factors, unit, back, floats, ints, gathered, lows,
-                offsets,
+                values, meta, soon, padded, groups, weights, to, factors, unit, back, floats, ints, gathered,
+                lows, offsets,
             ) = arguments  # fmt: skip
             reals, integers = ir.VectorType(_f32, lanes), ir.VectorType(_i32, lanes)
             byte, scratch, weight, sums = (
@@ -131,6 +133,9 @@ def scale_kernel(team: int, two_level: bool) -> Any:
                 own = [builder.fmul(x, splat_of(builder, back, lanes)) for x in own]
             with cgutils.for_range(builder, groups) as outer:
                 g = outer.index
+                for line in range(0, SCALE_ASKS, LINE):
+                    later = _plus(builder, soon, _times(builder, g, SCALE_ASKS), line)
+                    prefetch_at(builder, address(builder, values, later, _i8))
                 for cell in cells:
                     builder.store(ir.Constant(reals, None), cell)
                 with cgutils.for_range(builder, builder.udiv(pairs, _i64(lanes))) as loop:
@@ -155,7 +160,7 @@ def scale_kernel(team: int, two_level: bool) -> Any:
                 passes(builder, arguments, LANES)
                 return context.get_dummy_value()
             # half a block fills no wide vector where P / 2 is no multiple of one
-            left = builder.urem(builder.lshr(arguments[2], _i64(1)), _i64(LANES))
+            left = builder.urem(builder.lshr(arguments[3], _i64(1)), _i64(LANES))
             with builder.if_else(builder.icmp_unsigned("==", left, _i64(0))) as (then, otherwise):
                 with then:
                     passes(builder, arguments, LANES)
@@ -164,7 +169,7 @@ def scale_kernel(team: int, two_level: bool) -> Any:
             return context.get_dummy_value()
 
         parameters = (
-            values, i64, i64, i64, weights, to, factors, f32, f32, floats, ints, gathered, lows, offsets,
+            values, i64, i64, i64, i64, weights, to, factors, f32, f32, floats, ints, gathered, lows, offsets,
         )  # fmt: skip
         return types.void(*parameters), code
 
@@ -184,25 +189,28 @@ def nibble_of(builder: Any, words: Any, k: int) -> Any:
 def mix_kernel(team: int) -> Any:
     """Return the kernel of values: TILE channels of a block times `team` rows of weights, exact in int32.
 
-    mix(words, at, stride, ahead, octets, weights, first, row, gathered, to, channel, scales): words of eight
-    codes at byte `at`, `stride` bytes an octet of tokens, those needed next `ahead` bytes on; weight pairs
-    (tokens p and p + P/2) in `weights` from word `first`, `row` words a member; adds the sums of member i
-    times `scales[i]` to `gathered[to[i] + channel:]`.
+    mix(words, at, stride, soon, step, octets, weights, first, row, gathered, to, channel, scales): words of
+    eight codes at byte `at`, `stride` bytes an octet of tokens; weight pairs (tokens p and p + P/2) in
+    `weights` from word `first`, `row` words a member; adds the sums of member i times `scales[i]` to
+    `gathered[to[i] + channel:]`. Asks for `step` bytes an octet from byte `soon` on.
     """
 
     def mix(
-        typing: Any, words: Any, at: Any, stride: Any, ahead: Any, octets: Any, weights: Any, first: Any,
-        row: Any, gathered: Any, to: Any, channel: Any, scales: Any,
+        typing: Any, words: Any, at: Any, stride: Any, soon: Any, step: Any, octets: Any, weights: Any,
+        first: Any, row: Any, gathered: Any, to: Any, channel: Any, scales: Any,
     ) -> Any:  # fmt: skip
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            words, at, stride, ahead, octets, weights, first, row, gathered, to, channel, scales = values
+            (
+                words, at, stride, soon, step, octets, weights, first, row, gathered, to, channel, scales,
+            ) = values  # fmt: skip
             vectors, sums = TILE // LANES, _reader(builder, gathered)
             chains = max(1, 4 // (team * vectors))  # one sum would wait for itself
             cells = accumulators(builder, team * vectors * chains)
             with cgutils.for_range(builder, octets) as loop:
                 base = builder.add(at, builder.mul(loop.index, stride))
-                prefetch_at(builder, address(builder, words, builder.add(base, ahead), _i8))
+                later = builder.add(soon, builder.mul(loop.index, step))
+                prefetch_at(builder, address(builder, words, later, _i8))
                 data = [
                     builder.load(address(builder, words, _plus(builder, base, v * 4 * LANES), INTS), align=1)
                     for v in range(vectors)
@@ -228,7 +236,7 @@ def mix_kernel(team: int) -> Any:
                     _put(builder, gathered, index, found)
             return context.get_dummy_value()
 
-        parameters = words, i64, i64, i64, i64, weights, i64, i64, gathered, to, i64, scales
+        parameters = words, i64, i64, i64, i64, i64, weights, i64, i64, gathered, to, i64, scales
         return types.void(*parameters), code
 
     return intrinsic(mix)
