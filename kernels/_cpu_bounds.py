@@ -15,6 +15,7 @@ from rcq_cli.kernels._cpu_vector import (
     FLUSH,
     LANES,
     add,
+    add_three,
     ahead,
     as_float,
     bits,
@@ -261,18 +262,20 @@ def count_ones(marks: Any, blocks: int) -> int:
 
 
 @plain
-def spread(line: Line, width: int, bucket: Any, table: Any) -> None:
+def spread(line: Line, width: int, table: Any) -> int:
     """Sort blocks into buckets by cost, highest first, and sum cost, energy and move.
 
     Afterwards entry j of the table's rows holds the cost before bucket j, and energy and move from bucket j
-    on, each summed from its own end: total minus prefix could go negative.
+    on, each summed from its own end: total minus prefix could go negative. Returns the bits of the highest
+    cost, which `edge` tells buckets apart by.
     """
-    costs, energies, moves = rows_of(table)
-    for j in range(TABLE):
-        costs[j] = energies[j] = moves[j] = 0.0
+    # blocks of one bucket wait for each other's sums, so odd and even ones have sums of their own
+    sums = ahead(table, 3 * TABLE)
+    for j in range(8 * BUCKETS):
+        sums[j] = 0.0
     # what is not above `floor` belongs to the last bucket; that is most of a peaked head, a vector at a time
     top, last = bits(np.float32(largest_of(line.cost, width))), BUCKETS - 1
-    floor = as_float(np.uint32(max(top - (last << 20), 0)))
+    floor, rest_cost, rest_energy, rest_move = as_float(np.uint32(max(top - (last << 20), 0))), 0.0, 0.0, 0.0
     for start in range(0, width, SHORT_RUN):
         cost = energy = move = splat(np.float32(0))
         for first in range(start, min(width, start + SHORT_RUN), LANES):
@@ -280,28 +283,42 @@ def spread(line: Line, width: int, bucket: Any, table: Any) -> None:
             if highest(here) <= floor:
                 cost, energy = add(cost, here), add(energy, load(line.energy, first))
                 move = add(move, load(line.move, first))
-                for b in range(first, first + LANES):
-                    bucket[b] = np.uint8(last)
                 continue
             for b in range(first, first + LANES):
                 j = min(max((top - bits(line.cost[b])) >> 20, 0), last)
-                bucket[b] = np.uint8(j)
-                costs[j] += np.float64(line.cost[b])
-                energies[j] += np.float64(line.energy[b])
-                moves[j] += np.float64(line.move[b])
-        costs[last] += np.float64(total(cost))
-        energies[last] += np.float64(total(energy))
-        moves[last] += np.float64(total(move))
+                add_three(sums, 2 * j + b % 2, line.cost, line.energy, line.move, b)
+        rest_cost, rest_energy = rest_cost + total(cost), rest_energy + total(energy)
+        rest_move += total(move)
     # what underflow of a square may have lost
-    energies[BUCKETS - 1] += width * 1.3e-35
+    rest_energy += width * 1.3e-35
+    for i, rest in enumerate((rest_cost, rest_energy, rest_move)):
+        sums[8 * last + i] += rest
+    accumulate(table, sums)
+    return top
+
+
+@merged
+def accumulate(table: Any, sums: Any) -> None:
+    """Write what stands before each bucket and from it on, of two times four sums a bucket."""
+    costs, energies, moves = rows_of(table)
     before, squares, shifts = 0.0, 0.0, 0.0
-    for j in range(BUCKETS + 1):
-        own, k = costs[j], BUCKETS - j
-        squares, shifts = squares + energies[k], shifts + moves[k]
-        costs[j], energies[k], moves[k] = before, squares, shifts
-        before += own
+    energies[BUCKETS] = moves[BUCKETS] = 0.0
+    for j in range(BUCKETS):
+        k = BUCKETS - 1 - j
+        costs[j] = before
+        before += sums[8 * j] + sums[8 * j + 4]
+        squares += sums[8 * k + 1] + sums[8 * k + 5]
+        shifts += sums[8 * k + 2] + sums[8 * k + 6]
+        energies[k], moves[k] = squares, shifts
+    costs[BUCKETS] = before
     for j in range(BUCKETS + 1, TABLE):
         costs[j] = np.inf  # no split
+
+
+@plain
+def edge(top: int, j: int) -> float:
+    """Return what the costs of bucket `j` and of those after it are below, `top` being that of `spread`."""
+    return as_float(np.uint32(min(max(top - (j << 20) + 1, 0), 0x7F800000)))
 
 
 @plain
@@ -328,16 +345,24 @@ def best_split(table: Any, spectrum: float, away: float) -> float:
 
 
 class Cut(NamedTuple):
-    """Which blocks to promote."""
+    """Which blocks to promote: those whose cost is not below `high`."""
 
-    bucket: int
-    """All blocks of the buckets before this one,"""
+    high: float
+    low: float
+    """Of those between, which are one bucket,"""
     part: float
-    """and this share of the blocks of this one."""
+    """this share."""
 
 
 @plain
-def blocks_to_drop(table: Any, spectrum: float, away: float, target: float) -> Cut:
+def cut_at(top: int, j: int, part: float) -> Cut:
+    """Return the cut that goes through bucket `j`, or behind the last one."""
+    zero = np.float32(0)
+    return Cut(edge(top, j) if j < BUCKETS else zero, edge(top, j + 1) if j + 1 < BUCKETS else zero, part)
+
+
+@plain
+def blocks_to_drop(table: Any, top: int, spectrum: float, away: float, target: float) -> Cut:
     """Return the fewest leading blocks without which the bound is at most `target`; it only steers."""
     least, with_it = np.inf, 0.0
     for j in range(BUCKETS, -1, -1):
@@ -346,9 +371,9 @@ def blocks_to_drop(table: Any, spectrum: float, away: float, target: float) -> C
         if not bound <= target:
             # between this bucket's first and last block; the spectral part falls slower than in proportion
             share = (bound - target) / (bound - with_it) if bound < np.inf and bound > with_it else 1.0
-            return Cut(j, min(1.0, share * (2 - share)))
+            return cut_at(top, j, min(1.0, share * (2 - share)))
         with_it = bound
-    return Cut(0, 0.0)
+    return cut_at(top, 0, 0.0)
 
 
 @merged

@@ -24,6 +24,7 @@ from rcq_cli.kernels._cpu_vector import (
     store,
     total,
     variant,
+    word,
 )
 
 
@@ -79,7 +80,7 @@ _gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
 def gather_coded(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, later: int, count: int
 ) -> None:
-    """Add coded block `b` for the first `count` rows in `item.rows`; block `later` is needed after the next."""
+    """Add coded block `b` for the first `count` rows in `item.rows`; `later` is needed after the next block."""
     wide = shape.groups * LANES
     for i in range(TEAM):  # a spare member adds nothing to a row that is there anyway
         r = item.rows[i if i < count else 0]
@@ -259,6 +260,8 @@ def add_block(
 @plain
 def next_read(slot: Slot, b: int, end: int) -> int:
     """Return the first block from `b` on that any row reads, or `end`."""
+    while b + 4 <= end and word(slot.reads, b) == 0:
+        b += 4
     while b < end and slot.reads[b] == 0:
         b += 1
     return min(b, end)

@@ -9,6 +9,7 @@ from rcq_cli.kernels._cpu_bounds import (
     best_split,
     blocks_to_drop,
     count_ones,
+    cut_at,
     errors_of,
     key_bound,
     key_terms,
@@ -22,7 +23,7 @@ from rcq_cli.kernels._cpu_bounds import (
     value_terms,
     whole_weight,
 )
-from rcq_cli.kernels._cpu_gather import sum_reads
+from rcq_cli.kernels._cpu_gather import next_read, sum_reads
 from rcq_cli.kernels._cpu_promote import ask_for, exact_delta, explore, promote_keys
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, item_bytes
 from rcq_cli.kernels._cpu_state import (
@@ -61,15 +62,21 @@ from rcq_cli.kernels._cpu_state import (
     used_width,
 )
 from rcq_cli.kernels._cpu_vector import (
+    LANES,
     ahead,
     bfloat,
     bits,
     half,
     half_bits,
+    highest,
+    load,
     merged,
+    pick_less,
     plain,
     put_float,
     put_short,
+    splat,
+    store,
 )
 
 GLANCE, GLANCE_PART = 8, 0.98
@@ -93,11 +100,16 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
     """Pin what is always read from the originals: raw blocks, the first block (sinks) and the newest one."""
     tiers.faults[2 * h] = 0
     one, zero, width = np.float32(1), np.float32(0), used_width(turn.blocks)
+    ones = splat(one)
     for r in range(shape.rows):
         line = line_of(turn, slot, r)
+        for b in range(0, width, LANES):
+            store(line.keep, b, ones)
+            store(line.key_coded, b, ones)
+            store(line.value_coded, b, ones)
+        for b in range(turn.blocks, width):
+            line.key_coded[b] = line.value_coded[b] = zero
         for b in range(width):
-            line.keep[b] = one
-            line.key_coded[b] = line.value_coded[b] = one if b < turn.blocks else zero
             slot.flags[r * turn.width + b] = 0
         for b in range(turn.blocks + 1, width):
             line.peak[b], line.mass[b], line.square[b] = LOW, zero, zero
@@ -140,25 +152,32 @@ def settle(tiers: Store, row: int, dim: int, weight: float, missing: float, cent
 
 @merged
 def guess(
-    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int, weight: float
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int, weight: float, top: int
 ) -> None:
     """Guess the output of row `r` from its heaviest blocks and c0 for the rest; only steers.
 
-    Expects `spread` of the value terms, whose `move` counts blocks.
+    Expects `spread` of the value terms, whose `move` counts blocks; it returned `top`.
     """
-    line, row, dim, cut = line_of(turn, slot, r), h * shape.rows + r, shape.dim, 0
+    line, row, dim, j = line_of(turn, slot, r), h * shape.rows + r, shape.dim, 0
     costs, _, counts = rows_of(slot.table)
     enough = GLANCE_PART * costs[BUCKETS]
-    while cut < BUCKETS and counts[0] - counts[cut + 1] <= GLANCE and costs[cut] < enough:
-        cut += 1
-    seen, left = 0.0, GLANCE if costs[cut] < enough else 0
-    for b in range(turn.blocks + 1):
-        certain = b == turn.blocks or slot.pins[b] != 0 or slot.bucket[b] < cut
-        slot.reads[b] = 0
-        if certain or (slot.bucket[b] == cut and left > 0):
-            left -= not certain
-            seen += np.float64(line.share[b])
-            slot.reads[b] = np.uint8(1) << np.uint8(line.value_coded[b] == 0)
+    while j < BUCKETS and counts[0] - counts[j + 1] <= GLANCE and costs[j] < enough:
+        j += 1
+    cut, left = cut_at(top, j, 0.0), GLANCE if costs[j] < enough else 0
+    for b in range(turn.blocks):
+        slot.reads[b] = slot.pins[b] << np.uint8(1)
+    slot.reads[turn.blocks] = 2
+    for first in range(0, turn.blocks, LANES):
+        if highest(load(line.cost, first)) < cut.low:
+            continue
+        for b in range(first, min(first + LANES, turn.blocks)):
+            certain = line.cost[b] >= cut.high
+            if certain or (left > 0 and line.cost[b] >= cut.low):
+                left -= not certain
+                slot.reads[b] = np.uint8(1) << np.uint8(line.value_coded[b] == 0)
+    seen, b = 0.0, next_read(slot, 0, turn.blocks + 1)
+    while b <= turn.blocks:
+        seen, b = seen + np.float64(line.share[b]), next_read(slot, b + 1, turn.blocks + 1)
     sum_reads(shape, turn, tiers, item, slot, h, 0, turn.blocks + 1, r)
     missing = max(0.0, 1 - seen)
     settle(tiers, row, dim, weight, missing, ahead(tiers.centre, h * dim), ahead(item.sums, r * dim))
@@ -171,13 +190,15 @@ def budget(limits: Limits, norm: float) -> float:
 
 
 @merged
-def leading(cut: Cut, bucket: int, spare: float) -> tuple[bool, float]:
-    """Return whether a block of that bucket is to be promoted, and what its bucket has left over.
+def leading(cut: Cut, cost: float, spare: float) -> tuple[bool, float]:
+    """Return whether a block of that cost is to be promoted, and what its bucket has left over.
 
     All blocks before the cut are, and `part` of those of the bucket that it goes through.
     """
-    if bucket != cut.bucket:
-        return bucket < cut.bucket, spare
+    if not cost < cut.high:
+        return True, spare
+    if cost < cut.low:
+        return False, spare
     spare += cut.part
     return (True, spare - 1.0) if spare > 1 else (False, spare)
 
@@ -204,20 +225,20 @@ def choose_values(
         line.keep[b] = np.float32(1)
     weight = normalise(line, width)
     sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
-    spread(line, width, slot.bucket, slot.table)
+    top = spread(line, width, slot.table)
     if first:
-        guess(shape, turn, tiers, item, slot, h, r, weight)
+        guess(shape, turn, tiers, item, slot, h, r, weight, top)
     plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
     spectrum, tokens = lambda_of(shape, tiers.residual_parts, h), turn.blocks * shape.block + turn.tail
     plan[PLAN_LEFT] = plan[PLAN_LIMIT] - rounding_bound(shape, sums, plan[PLAN_NORM], weight, tokens)
     plan[PLAN_VALUE] = best_split(slot.table, spectrum, 0.0)
     if not turn.rounds or plan[PLAN_VALUE] <= VALUE_PART * plan[PLAN_LEFT]:
         return False
-    cut, spare = blocks_to_drop(slot.table, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
+    cut, spare = blocks_to_drop(slot.table, top, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
     for b in range(turn.blocks):
         if not line.value_coded[b] > 0 or not line.cost[b] > 0:
             continue
-        leads, spare = leading(cut, slot.bucket[b], spare)
+        leads, spare = leading(cut, line.cost[b], spare)
         if leads:
             slot.flags[r * turn.width + b] |= VALUE_WANTED
             for other in range(shape.group):  # what one head reads, its group reads
@@ -237,17 +258,24 @@ def skip_blocks(
     for b in range(turn.blocks):
         line.keep[b] = np.float32(1) - line.value_coded[b]
     skip_terms(line, slot, width, weight)
-    spread(line, width, slot.bucket, slot.table)
+    top = spread(line, width, slot.table)
     cost = best_split(slot.table, spectrum, 0.0)
     if cost <= allowance:
         return cost
-    cut, spare = blocks_to_drop(slot.table, spectrum, 0.0, allowance), 1.0
-    for b in range(turn.blocks):
-        if line.keep[b] > 0 or not line.cost[b] > 0:
+    cut, spare = blocks_to_drop(slot.table, top, spectrum, 0.0, allowance), 1.0
+    high, one, zero = splat(cut.high), splat(np.float32(1)), splat(np.float32(0))
+    for first in range(0, width, LANES):
+        here, keep = load(line.cost, first), load(line.keep, first)
+        # what costs nothing, being kept already or without weight, is left as it is
+        store(line.keep, first, pick_less(zero, here, pick_less(here, high, keep, one), keep))
+        if highest(pick_less(here, high, here, zero)) < cut.low:
             continue
-        leads, spare = leading(cut, slot.bucket[b], spare)
-        if leads:
-            line.keep[b] = np.float32(1)
+        for b in range(first, min(first + LANES, turn.blocks)):
+            if line.keep[b] > 0 or not line.cost[b] > 0:
+                continue
+            leads, spare = leading(cut, line.cost[b], spare)
+            if leads:
+                line.keep[b] = np.float32(1)
     return allowance
 
 
@@ -262,27 +290,30 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     weight, away = whole_weight(line, width), plan[PLAN_AWAY]
     if promoted:  # by any row: this one reads the originals too
         value_terms(line, slot, width, weight, 0.0)
-        spread(line, width, slot.bucket, slot.table)
+        spread(line, width, slot.table)
         plan[PLAN_VALUE] = best_split(slot.table, lambda_of(shape, tiers.residual_parts, h), 0.0)
     left = plan[PLAN_LEFT] - plan[PLAN_VALUE]
     if turn.skip:
         allowance = max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART
         left -= skip_blocks(turn, line, slot, width, weight, spectrum, allowance)
     sums = key_terms(line, slot, width, weight, away, shape.block, errors_of(shape, tiers, row))
-    spread(line, width, slot.bucket, slot.table)
+    top = spread(line, width, slot.table)
     # where values or rounding leave nothing, promoting every key would not help: the next round knows the
     # output, and a head that reads one token is certified by it
     target = max(left * sums.low - sums.fixed, KEY_FLOOR * plan[PLAN_LIMIT] * sums.low)
     if not turn.rounds or best_split(slot.table, spectrum, away) <= target:
         return
-    cut, spare = blocks_to_drop(slot.table, spectrum, away, target), 1.0
-    for b in range(turn.blocks):
-        if not line.key_coded[b] > 0 or not line.cost[b] > 0:
+    cut, spare = blocks_to_drop(slot.table, top, spectrum, away, target), 1.0
+    for first in range(0, turn.blocks, LANES):
+        if highest(load(line.cost, first)) < cut.low:
             continue
-        leads, spare = leading(cut, slot.bucket[b], spare)
-        if leads:
-            slot.flags[r * turn.width + b] |= KEY_WANTED
-            want_key(shape, turn, tiers, slot, h, b)
+        for b in range(first, min(first + LANES, turn.blocks)):
+            if not line.key_coded[b] > 0 or not line.cost[b] > 0:
+                continue
+            leads, spare = leading(cut, line.cost[b], spare)
+            if leads:
+                slot.flags[r * turn.width + b] |= KEY_WANTED
+                want_key(shape, turn, tiers, slot, h, b)
 
 
 @merged
@@ -402,17 +433,17 @@ def judge(
     tokens = turn.blocks * shape.block + turn.tail
     value_sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
     rounding = rounding_bound(shape, value_sums, plan[PLAN_NORM], weight, tokens) + stored.error
-    spread(line, width, slot.bucket, table)
+    spread(line, width, table)
     value = best_split(table, lambda_of(shape, tiers.residual_parts, h), 0.0)
     spectrum, skipped = lambda_of(shape, tiers.value_parts, h), 0.0
     if turn.skip:
         skip_terms(line, slot, width, weight)
-        spread(line, width, slot.bucket, table)
+        spread(line, width, table)
         skipped = best_split(table, spectrum, 0.0)
     away = (plan[PLAN_AWAY] + value + skipped + rounding) * MARGIN
     errors = errors_of(shape, tiers, row)
     sums = key_terms(line, slot, width, weight, away, shape.block, errors)
-    spread(line, width, slot.bucket, table)
+    spread(line, width, table)
     radius = largest_of(slot.radius, width)
     key = key_bound(line, slot, width, weight, sums, table, spectrum, away, radius, errors)
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)

@@ -162,14 +162,12 @@ class Slot(NamedTuple):
     """Spectral norm of V - V'."""
     flags: Any
     """uint8 `[rows, width]`: KEY_WANTED, VALUE_WANTED."""
-    bucket: Any
-    """uint8, of the last `spread`."""
     want_keys: Any
     pins: Any
     reads: Any
     """uint8 over the rows to do: bit 0 values are read from codes, bit 1 from the originals (or the tail)."""
     table: Any
-    """float64 `[3, TABLE]`"""
+    """float64 `[TABLES]`: `[3, TABLE]`, and the sums it is made of."""
 
 
 class Item(NamedTuple):
@@ -234,7 +232,7 @@ class Line(NamedTuple):
     """What of `delta` is not due to K - K'."""
 
 
-STATS, NOTES, MARKS = len(Line._fields), 8, 4
+STATS, NOTES, MARKS = len(Line._fields), 8, 3
 PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, PLANS = range(7)
 KEY_WANTED, VALUE_WANTED = 1, 2
 (
@@ -249,6 +247,7 @@ BUCKETS = 128
 """Classes of a contribution, eight an octave; the last holds everything smaller."""
 TABLE = BUCKETS + 16
 """Sums per class and what lies behind the last one, in whole vectors."""
+TABLES = 3 * TABLE + 8 * BUCKETS
 _TURN, _LIMITS, _STORE = 13, 33, 37
 _SLOT = _STORE + len(Store._fields)
 _ITEM = _SLOT + 6
@@ -359,8 +358,7 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
         marks,
         ahead(marks, width),
         ahead(marks, 2 * width),
-        ahead(marks, 3 * width),
-        ahead(doubles_at(a[5]), index * 3 * TABLE),
+        ahead(doubles_at(a[5]), index * TABLES),
     )
 
 

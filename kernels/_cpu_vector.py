@@ -388,6 +388,25 @@ def add_to_doubles(typing: Any, pointer: Any, index: Any, floats: Any, offset: A
 
 
 @intrinsic
+def add_three(typing: Any, table: Any, row: Any, first: Any, second: Any, third: Any, index: Any) -> Any:
+    """Add number `index` of three rows of floats to the first three of the four doubles `table[4 * row:]`."""
+    four = ir.VectorType(_f32, 4)
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        table, row, *rows, index = values
+        found = ir.Constant(four, None)
+        for i, numbers in enumerate(rows):
+            found = builder.insert_element(found, builder.load(builder.gep(numbers, [index])), _i32(i))
+        wide = ir.VectorType(_f64, 4)
+        where = address(builder, table, builder.mul(row, _i64(4)), wide)
+        total = builder.fadd(builder.load(where, align=8), builder.fpext(found, wide))
+        builder.store(total, where, align=8)
+        return context.get_dummy_value()
+
+    return types.void(table, i64, first, second, third, i64), code
+
+
+@intrinsic
 def least_split(typing: Any, first: Any, second: Any, third: Any, index: Any, inner: Any, outer: Any) -> Any:
     """Return the smallest x + sqrt(inner * y) + outer * z over LANES entries of three rows of doubles.
 

@@ -232,7 +232,7 @@ class Scratch:
             (heads * state.PLANS, d), (heads * dim, d), (2 * shape.heads, i), (slots * weights, f),
             (slots * rows * state.STATS * width, f), (slots * state.NOTES * width, f),
             (slots * rows * width, u), (slots * state.MARKS * width, u),
-            (slots * 3 * state.TABLE, d), (items * floats, f), (items * ints, np.int32),
+            (slots * state.TABLES, d), (items * floats, f), (items * ints, np.int32),
             (items * (2 * rows * padded + 64), f), (items * gather, f),
             (items * (rows * dim + state.APART), d), (items * state.APART, i), (items * state.APART, f),
         )  # fmt: skip

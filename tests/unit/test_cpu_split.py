@@ -8,27 +8,26 @@ from numba import njit
 
 from rcq_cli.kernels._cpu_bounds import best_split, spread
 from rcq_cli.kernels._cpu_score import MARGIN
-from rcq_cli.kernels._cpu_state import TABLE, Line
-from rcq_cli.kernels._cpu_vector import ahead, bytes_at, doubles_at, floats_at
+from rcq_cli.kernels._cpu_state import TABLES, Line
+from rcq_cli.kernels._cpu_vector import ahead, doubles_at, floats_at
 
 ROOM = MARGIN**2 * (1 + 2.0**-40)
 """The margin stands inside the root and around the sum."""
 
 
 @njit
-def split(rows: int, width: int, bucket: int, table: int, spectrum: float, away: float) -> float:
+def split(rows: int, width: int, table: int, spectrum: float, away: float) -> float:
     """Return the smallest split over buckets of rows cost, energy, move `[3, width]` at that address."""
     cost = floats_at(rows)
     energy, move = ahead(cost, width), ahead(cost, 2 * width)
     line = Line(cost, cost, cost, cost, cost, cost, cost, move, energy, cost, cost, cost, cost, cost)
-    spread(line, width, bytes_at(bucket), doubles_at(table))
+    spread(line, width, doubles_at(table))
     return best_split(doubles_at(table), spectrum, away)
 
 
 def by_buckets(rows: np.ndarray, spectrum: float, away: float) -> float:
-    bucket, table = np.zeros(rows.shape[1], np.uint8), np.full((3, TABLE), np.nan)
-    call = rows.ctypes.data, rows.shape[1], bucket.ctypes.data, table.ctypes.data
-    return split(*call, spectrum, away)
+    table = np.full(TABLES, np.nan)
+    return split(rows.ctypes.data, rows.shape[1], table.ctypes.data, spectrum, away)
 
 
 def all_splits(rows: np.ndarray, spectrum: float, away: float) -> np.ndarray:
