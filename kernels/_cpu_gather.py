@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import EXACT_RUN, RUN, WEIGHT_STEPS
-from rcq_cli.kernels._cpu_integer import LINE, TEAM, TILE
+from rcq_cli.kernels._cpu_integer import TEAM, TILE
 from rcq_cli.kernels._cpu_promote import ask_for, sound
 from rcq_cli.kernels._cpu_score import READERS, item_bytes
-from rcq_cli.kernels._cpu_state import Item, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_state import READ_CODES, READ_ORIGINALS, Item, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_values import SCALE_ASKS, mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
     LANES,
@@ -19,7 +19,6 @@ from rcq_cli.kernels._cpu_vector import (
     merged,
     mul,
     plain,
-    prefetch,
     splat,
     store,
     total,
@@ -80,7 +79,7 @@ _gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
 def gather_coded(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, later: int, count: int
 ) -> None:
-    """Add coded block `b` for the first `count` rows in `item.rows`; `later` is needed after the next block."""
+    """Add coded block `b` for the first `count` rows in `item.rows`; `later` is needed after the next."""
     wide = shape.groups * LANES
     for i in range(TEAM):  # a spare member adds nothing to a row that is there anyway
         r = item.rows[i if i < count else 0]
@@ -211,60 +210,72 @@ def flush(shape: Shape, item: Item, first: int, end: int) -> None:
 
 
 @merged
-def bring(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, reads: int) -> None:
-    """Have originals of block `b` that are read brought into the caches, and the record that is checked then.
+def list_rows(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, first: int, only: int,
+    coded: float,
+) -> int:  # fmt: skip
+    """List the rows of the team from `first` on that read values of block `b` in that way.
 
-    The kernels of values ask for codes.
+    Return how many; only `only` counts unless that is -1.
     """
-    if reads & 2 and b < turn.blocks:
-        record = h * turn.value_pitch + b * shape.value_bytes
-        for i in range(record, record + shape.value_bytes, LINE):
-            prefetch(tiers.values, i)
-        ask_for(shape, turn, tiers.original_values, h, b)
+    count = 0
+    for r in range(first, min(first + TEAM, shape.group)):
+        line = line_of(turn, slot, r)
+        wanted = r == only or (only < 0 and tiers.todo[h * shape.rows + r] != 0)
+        if wanted and line.keep[b] > 0 and line.factor[b] > 0 and line.value_coded[b] == coded:
+            item.rows[count] = r
+            count += 1
+    return count
 
 
 @merged
-def add_block(
+def add_coded(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, later: int, only: int
-) -> bool:
-    """Add block `b` to the rows that read it (row `only`, or with -1 all still to do).
+) -> None:
+    """Add codes of block `b` to the rows that read them; `later` is needed after the next block."""
+    for first in range(0, shape.rows, TEAM):
+        count = list_rows(shape, turn, tiers, item, slot, h, b, first, only, np.float32(1))
+        if count:
+            gather_coded(shape, turn, tiers, item, slot, h, b, later, count)
 
-    Block `later` is the one after the next. Return True if exact.
+
+@merged
+def add_exact(
+    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, after: int, only: int
+) -> None:
+    """Add originals of block `b`, or the open tail, to the rows that read them; block `after` is the next.
+
+    What is kept of them is checked, but for the sake of a guess.
     """
-    exact, count = False, 0
-    bytes_ = shape.block * shape.dim * item_bytes(shape)
-    for step in range(2 * ((shape.rows + TEAM - 1) // TEAM)):
-        coded, first = np.float32(1 - step % 2), step // 2 * TEAM
-        count = 0
-        for r in range(first, min(first + TEAM, shape.group)):
-            line = line_of(turn, slot, r)
-            wanted = r == only or (only < 0 and tiers.todo[h * shape.rows + r] != 0)
-            if wanted and line.keep[b] > 0 and line.factor[b] > 0 and line.value_coded[b] == coded:
-                item.rows[count] = r
-                count += 1
+    size = shape.block * shape.dim * item_bytes(shape)
+    if b < turn.blocks and only < 0:
+        ahead = after - b if after < turn.blocks else 0
+        sound(shape, turn, tiers, h, b, 3, ahead)
+        sound(shape, turn, tiers, h, b, 1, ahead)
+    elif after < turn.blocks:
+        ask_for(shape, turn, tiers.original_values, h, after)
+    for first in range(0, shape.rows, TEAM):
+        count = list_rows(shape, turn, tiers, item, slot, h, b, first, only, np.float32(0))
         if count == 0:
             continue
-        if coded > 0:
-            gather_coded(shape, turn, tiers, item, slot, h, b, later, count)
-        elif b == turn.blocks:
-            gather_exact(shape, turn, tiers.tail, (shape.heads + h) * bytes_, turn.tail, item, slot, b, count)
+        if b == turn.blocks:
+            gather_exact(shape, turn, tiers.tail, (shape.heads + h) * size, turn.tail, item, slot, b, count)
         else:
-            if not exact and only < 0:
-                sound(shape, turn, tiers, h, b, 3, 0)
-                sound(shape, turn, tiers, h, b, 1, 0)
-            exact, at = True, h * turn.original_pitch + b * bytes_
+            at = h * turn.original_pitch + b * size
             gather_exact(shape, turn, tiers.original_values, at, shape.block, item, slot, b, count)
-    return exact
 
 
 @plain
-def next_read(slot: Slot, b: int, end: int) -> int:
-    """Return the first block from `b` on that any row reads, or `end`."""
-    while b + 4 <= end and word(slot.reads, b) == 0:
-        b += 4
-    while b < end and slot.reads[b] == 0:
-        b += 1
-    return min(b, end)
+def next_read(slot: Slot, b: int, end: int, ways: int) -> int:
+    """Return the first block from `b` on that any row reads in one of `ways`, or `end`."""
+    while b < end:
+        if b + 4 <= end and word(slot.reads, b) == 0:
+            b += 4
+        elif slot.reads[b] & ways:
+            return b
+        else:
+            b += 1
+    return end
 
 
 @plain
@@ -273,22 +284,27 @@ def sum_reads(
 ) -> None:
     """Sum weights times values over the blocks from `first` to `end` that `slot.reads` names.
 
-    Of row `only`, or with -1 of all still to do. What the next two need is on its way meanwhile.
+    Of row `only`, or with -1 of all still to do. First from codes, then from originals: each kind asks for
+    its next while it works on one.
     """
     low, high = (0, shape.group) if only < 0 else (only, only + 1)
     for c in range(low * shape.dim, high * shape.dim):
         item.sums[c] = 0.0
     clear(shape, item, low, high)
-    run, b = 0, next_read(slot, first, end)
-    after = next_read(slot, b + 1, end)
-    if after < end:
-        bring(shape, turn, tiers, h, after, np.int64(slot.reads[after]))
+    run, b = 0, next_read(slot, first, end, READ_CODES)
+    after = next_read(slot, b + 1, end, READ_CODES)
     while b < end:
-        later = next_read(slot, after + 1, end)
-        if later < end:
-            bring(shape, turn, tiers, h, later, np.int64(slot.reads[later]))
-        exact = add_block(shape, turn, tiers, item, slot, h, b, later, only)
-        run, b, after = run + (EXACT_RUN if exact else 1), after, later
+        later = next_read(slot, after + 1, end, READ_CODES)
+        add_coded(shape, turn, tiers, item, slot, h, b, later, only)
+        run, b, after = run + 1, after, later
+        if run >= RUN:
+            flush(shape, item, low, high)
+            run = 0
+    b = next_read(slot, first, end, READ_ORIGINALS)
+    while b < end:
+        after = next_read(slot, b + 1, end, READ_ORIGINALS)
+        add_exact(shape, turn, tiers, item, slot, h, b, after, only)
+        run, b = run + EXACT_RUN, after
         if run >= RUN:
             flush(shape, item, low, high)
             run = 0

@@ -44,6 +44,8 @@ from rcq_cli.kernels._cpu_state import (
     PLAN_NORM,
     PLAN_VALUE,
     PLANS,
+    READ_CODES,
+    READ_ORIGINALS,
     ROUNDING_BOUND,
     RUNG,
     SKIPPED,
@@ -165,8 +167,8 @@ def guess(
         j += 1
     cut, left = cut_at(top, j, 0.0), GLANCE if costs[j] < enough else 0
     for b in range(turn.blocks):
-        slot.reads[b] = slot.pins[b] << np.uint8(1)
-    slot.reads[turn.blocks] = 2
+        slot.reads[b] = READ_ORIGINALS * slot.pins[b]
+    slot.reads[turn.blocks] = READ_ORIGINALS
     for first in range(0, turn.blocks, LANES):
         if highest(load(line.cost, first)) < cut.low:
             continue
@@ -175,9 +177,10 @@ def guess(
             if certain or (left > 0 and line.cost[b] >= cut.low):
                 left -= not certain
                 slot.reads[b] = np.uint8(1) << np.uint8(line.value_coded[b] == 0)
-    seen, b = 0.0, next_read(slot, 0, turn.blocks + 1)
-    while b <= turn.blocks:
-        seen, b = seen + np.float64(line.share[b]), next_read(slot, b + 1, turn.blocks + 1)
+    seen, end, either = 0.0, turn.blocks + 1, READ_CODES | READ_ORIGINALS
+    b = next_read(slot, 0, end, either)
+    while b < end:
+        seen, b = seen + np.float64(line.share[b]), next_read(slot, b + 1, end, either)
     sum_reads(shape, turn, tiers, item, slot, h, 0, turn.blocks + 1, r)
     missing = max(0.0, 1 - seen)
     settle(tiers, row, dim, weight, missing, ahead(tiers.centre, h * dim), ahead(item.sums, r * dim))

@@ -165,7 +165,7 @@ class Slot(NamedTuple):
     want_keys: Any
     pins: Any
     reads: Any
-    """uint8 over the rows to do: bit 0 values are read from codes, bit 1 from the originals (or the tail)."""
+    """uint8 over the rows to do: READ_CODES, READ_ORIGINALS (or the tail)."""
     table: Any
     """float64 `[TABLES]`: `[3, TABLE]`, and the sums it is made of."""
 
@@ -235,6 +235,7 @@ class Line(NamedTuple):
 STATS, NOTES, MARKS = len(Line._fields), 8, 3
 PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, PLANS = range(7)
 KEY_WANTED, VALUE_WANTED = 1, 2
+READ_CODES, READ_ORIGINALS = 1, 2
 (
     KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, NORM, LIMIT, KEYS_USED, VALUES_USED, SKIPPED, RUNG,
     PAGED, EXACT, FIELDS,
