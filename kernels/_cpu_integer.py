@@ -162,63 +162,59 @@ def fold_kernel(team: int) -> Any:
 
 HASH_BYTES = 32
 """What is hashed is a multiple of this long."""
-_HASH_STEP = 2 * 2654435761
-_HASH_TURN = 64
+_HASH_CHAINS, _HASH_STEP = 4, 2 * 10139
 
 
 @intrinsic
 def hash_words(typing: Any, data: Any, at: Any, count: Any, seed: Any, ahead: Any) -> Any:
     """Return a multilinear hash modulo 2^64 of `count` bytes (a multiple of HASH_BYTES) at byte `at`.
 
-    Each 32-bit word is multiplied by its own odd 32-bit number, so a change inside one word always shows.
-    Asks for the bytes `ahead` of those it reads.
+    Each 16-bit number is multiplied by an odd one of its own, modulo 2^32, and each sum of such products by
+    another, so a change inside one number always shows. Asks for the bytes `ahead` of those it reads.
     """
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         data, at, count, seed, ahead = values
-        lanes = LANES // 2
-        quads = ir.VectorType(_i64, lanes)
-        low, half = ir.Constant(quads, [0xFFFFFFFF] * lanes), ir.Constant(quads, [32] * lanes)
-        begun = splat_of(builder, builder.or_(builder.mul(seed, _i64(0x9E3779B1)), _i64(1)), lanes)
+        shorts, wide = ir.VectorType(_i16, 2 * LANES), ir.VectorType(_i64, LANES)
+        line = 4 * LANES
+        turn = _HASH_CHAINS * line
 
-        def factor(first: int) -> Any:
-            """Return the multipliers of every other word from `first` on; they grow by even steps."""
-            steps = [(2 * lane + first) * _HASH_STEP for lane in range(lanes)]
-            return cgutils.alloca_once_value(builder, builder.add(begun, ir.Constant(quads, steps)))
+        def numbers(count: int, bits: int) -> list[int]:
+            """Return odd numbers that are not alike."""
+            return [((i + 1) * 0x9E3779B97F4A7C15 >> 64 - bits) % 2**bits | 1 for i in range(count)]
 
-        def words_at(where: Any, kind: Any = quads) -> Any:
-            return builder.load(address(builder, data, where, kind), align=1)
+        def steps(times: int) -> Any:
+            return ir.Constant(shorts, [times * _HASH_STEP % 2**16] * 2 * LANES)
 
-        def add_words(words: Any, cells: list[tuple[Any, Any]]) -> None:
-            """Add the even words to the first of two sums, the odd ones to the second."""
-            parts = builder.and_(words, low), builder.lshr(words, half)
-            for part, (total, multiplier) in zip(parts, cells, strict=True):
-                product = builder.mul(part, builder.and_(builder.load(multiplier), low))
-                builder.store(builder.add(builder.load(total), product), total)
-
-        begins = range(0, _HASH_TURN // 4, 2 * lanes)
-        zero = ir.Constant(quads, None)
-        cells = [
-            [(cgutils.alloca_once_value(builder, zero), factor(first + odd)) for odd in (0, 1)]
-            for first in begins
-        ]
-        step = ir.Constant(quads, [_HASH_TURN // 4 * _HASH_STEP] * lanes)
-        with cgutils.for_range(builder, builder.udiv(count, _i64(_HASH_TURN))) as loop:
-            where = builder.add(at, builder.mul(loop.index, _i64(_HASH_TURN)))
-            prefetch_at(builder, address(builder, data, builder.add(where, ahead), _i8))
-            for first, pair in zip(begins, cells, strict=True):
-                add_words(words_at(builder.add(where, _i64(4 * first))), pair)
-            for _, multiplier in (cell for pair in cells for cell in pair):
-                builder.store(builder.add(builder.load(multiplier), step), multiplier)
-        left = builder.urem(count, _i64(_HASH_TURN))
-        with builder.if_then(builder.icmp_unsigned("!=", left, _i64(0))):
-            last = words_at(builder.add(at, builder.sub(count, left)), ir.VectorType(_i64, 4))
-            order = ir.Constant(ir.VectorType(_i32, lanes), list(range(lanes)))
-            add_words(builder.shuffle_vector(last, ir.Constant(last.type, None), order), cells[0])
-        result = zero
-        for total, _ in (cell for pair in cells for cell in pair):
-            result = builder.add(result, builder.load(total))
-        return call(builder, f"llvm.vector.reduce.add.v{lanes}i64", _i64, result)
+        begun = splat_of(builder, builder.trunc(builder.mul(seed, _i64(2)), _i16), 2 * LANES)
+        odd = builder.add(begun, ir.Constant(shorts, numbers(2 * LANES, 16)))
+        factors = cgutils.alloca_once_value(builder, odd)
+        sums = accumulators(builder, _HASH_CHAINS)
+        with cgutils.for_range(builder, builder.udiv(count, _i64(turn))) as loop:
+            where, own = builder.add(at, builder.mul(loop.index, _i64(turn))), builder.load(factors)
+            for i, total in enumerate(sums):
+                here = builder.add(where, _i64(i * line))
+                if i * line % LINE == 0:
+                    prefetch_at(builder, address(builder, data, builder.add(here, ahead), _i8))
+                words = builder.load(address(builder, data, here, INTS), align=1)
+                add_to(builder, total, multiply_pairs(builder, words, builder.add(own, steps(i))))
+            builder.store(builder.add(own, steps(_HASH_CHAINS)), factors)
+        left = builder.urem(count, _i64(turn))
+        rest = builder.add(at, builder.sub(count, left))
+        with cgutils.for_range(builder, builder.udiv(left, _i64(HASH_BYTES))) as loop:
+            here = builder.add(rest, builder.mul(loop.index, _i64(HASH_BYTES)))
+            words = builder.load(address(builder, data, here, ir.VectorType(_i32, 8)), align=1)
+            order = ir.Constant(INTS, list(range(LANES)))
+            words = builder.shuffle_vector(words, ir.Constant(words.type, None), order)
+            own = builder.load(factors)
+            add_to(builder, sums[0], multiply_pairs(builder, words, own))
+            builder.store(builder.add(own, steps(1)), factors)
+        weights = numbers(_HASH_CHAINS * LANES, 32)
+        result = ir.Constant(wide, None)
+        for i, total in enumerate(sums):
+            own = ir.Constant(wide, weights[i * LANES : (i + 1) * LANES])
+            result = builder.add(result, builder.mul(builder.zext(builder.load(total), wide), own))
+        return call(builder, f"llvm.vector.reduce.add.v{LANES}i64", _i64, result)
 
     return types.int64(data, i64, i64, i64, i64), code
 

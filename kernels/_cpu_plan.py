@@ -72,6 +72,7 @@ from rcq_cli.kernels._cpu_vector import (
     half_bits,
     highest,
     load,
+    loose,
     merged,
     pick_less,
     plain,
@@ -139,7 +140,7 @@ def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot
                 line_of(turn, slot, r).value_coded[b] = np.float32(0)
 
 
-@merged
+@loose
 def settle(tiers: Store, row: int, dim: int, weight: float, missing: float, centre: Any, sums: Any) -> None:
     """Write sums / weight + missing * c0 as the output of `row`, its norm and distance to its plan."""
     norm, away = 0.0, 0.0
@@ -330,7 +331,7 @@ def want_key(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int)
             line.delta[b] = line.rest[b] = exact_delta(tiers, slot, row, b)
 
 
-@plain
+@loose
 def centre_norm(shape: Shape, tiers: Store, h: int) -> float:
     """Return the norm of c0."""
     square = 0.0
