@@ -127,17 +127,34 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
         slot.pins[b] = pinned and b < turn.blocks and turn.certify != 0
 
 
+@plain
+def promote_wanted(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int) -> None:
+    """Promote the keys that rows marked, each while the next one is on its way."""
+    last = -1
+    for b in range(turn.blocks):
+        if slot.want_keys[b]:
+            if last < 0:
+                ask_for(shape, turn, tiers.original_keys, h, b)
+            else:
+                promote_keys(shape, turn, tiers, item, slot, h, last, b)
+            last = b
+    if last >= 0:
+        promote_keys(shape, turn, tiers, item, slot, h, last, last)
+
+
 @merged
 def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Read keys of the pinned blocks from the originals, and probe a few others."""
     if not turn.certify or not turn.blocks:
         return
+    ask_for(shape, turn, tiers.original_keys, h, 0)  # always pinned
     explore(shape, turn, limits, tiers, item, slot, h)
     for b in range(turn.blocks):
+        slot.want_keys[b] = slot.pins[b]
         if slot.pins[b]:
-            promote_keys(shape, turn, tiers, item, slot, h, b, b)
             for r in range(shape.group):
                 line_of(turn, slot, r).value_coded[b] = np.float32(0)
+    promote_wanted(shape, turn, tiers, item, slot, h)
 
 
 @loose
@@ -338,21 +355,6 @@ def centre_norm(shape: Shape, tiers: Store, h: int) -> float:
     for c in range(h * shape.dim, (h + 1) * shape.dim):
         square += tiers.centre[c] ** 2
     return np.sqrt(square)
-
-
-@merged
-def promote_wanted(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int) -> None:
-    """Promote the keys that rows marked, each while the next one is on its way."""
-    last = -1
-    for b in range(turn.blocks):
-        if slot.want_keys[b]:
-            if last < 0:
-                ask_for(shape, turn, tiers.original_keys, h, b)
-            else:
-                promote_keys(shape, turn, tiers, item, slot, h, last, b)
-            last = b
-    if last >= 0:
-        promote_keys(shape, turn, tiers, item, slot, h, last, last)
 
 
 @plain
