@@ -45,10 +45,12 @@ RUN = 16
 """Coded blocks that share one float32 accumulator before it is added in float64."""
 EXACT_RUN = 4
 """Coded blocks that a block of originals counts for."""
-WIDEST = FLUSH - 2
+WIDEST = FLUSH - 10
 """Score errors beyond this give the trivial bound only; such blocks are promoted first, never skipped."""
 FLUSHED = float(np.exp(-FLUSH)) * 1.001
 """More than a weight that became 0 can have been, next to the largest."""
+LEAST = 1e-18
+"""Weights count as at least this where they are squared: the square of a smaller one may be subnormal."""
 HOPELESS = 1e6
 """Caps what a block shifts; a head that shifts more than a tenth of it has the trivial bound only."""
 SHORT_RUN = 512 * LANES
@@ -127,6 +129,8 @@ class ValueSums(NamedTuple):
     """Of share times the largest norm of what is added up."""
     charges: float
     """Of the relative factor times the value step of coded blocks."""
+    farthest: float
+    """Largest distance of a value from c0, plus the norm of c0: 0 where all values are."""
 
 
 @merged
@@ -136,7 +140,8 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
     V1 and V3 of theory section 6; `move` counts blocks.
     """
     inverse, centre_, one = splat(np.float32(1 / weight)), splat(np.float32(centre)), splat(np.float32(1))
-    summands, charges = 0.0, 0.0
+    least = splat(np.float32(LEAST))
+    summands, charges, farthest = 0.0, 0.0, splat(np.float32(0))
     for start in range(0, width, SHORT_RUN):
         summand, charge = splat(np.float32(0)), splat(np.float32(0))
         for b in range(start, min(width, start + SHORT_RUN), LANES):
@@ -145,15 +150,17 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
             relative, square = mul(load(line.factor, b), inverse), load(line.square, b)
             joint = mul(mul(relative, root(square)), load(slot.value_spectrum, b))
             store(line.cost, b, mul(smaller(mul(share, load(slot.eta, b)), joint), coded))
-            store(line.energy, b, mul(mul(mul(relative, relative), square), coded))
+            seen = larger(relative, least)
+            store(line.energy, b, mul(mul(mul(seen, seen), square), coded))
             store(line.move, b, one)
             # an original, or c0 in place of it
             other = mul(fma(load(slot.radius, b), keep, centre_), sub(one, coded))
             summand = fma(share, fma(coded, load(slot.magnitude, b), other), summand)
             charge = fma(mul(relative, coded), load(slot.step, b), charge)
+            farthest = larger(load(slot.radius, b), farthest)
         summands += np.float64(total(summand))
         charges += np.float64(total(charge))
-    return ValueSums(summands, charges)
+    return ValueSums(summands, charges, np.float64(highest(farthest)) + centre)
 
 
 class KeySums(NamedTuple):
@@ -208,7 +215,7 @@ def key_terms(
     """
     lost = max(tokens * FLUSHED / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
-    one, zero = splat(np.float32(1)), splat(np.float32(0))
+    one, zero, least = splat(np.float32(1)), splat(np.float32(0)), splat(np.float32(LEAST))
     limit, hopeless = splat(np.float32(WIDEST)), splat(np.float32(HOPELESS))
     fixed, low, moved, flushed, widest = 0.0, 0.0, 0.0, 0.0, zero
     for start in range(0, width, SHORT_RUN):
@@ -221,7 +228,7 @@ def key_terms(
             together = smaller(mul(root(square), wide), load(line.mass, b))
             shift = pick_less(delta, limit, capped(fma(lifted, together, loss)), hopeless)
             cost = mul(shift, add(load(slot.radius, b), away_))
-            reach = pick_less(delta, limit, capped(lifted), hopeless)
+            reach = larger(pick_less(delta, limit, capped(lifted), hopeless), least)
             store(line.cost, b, mul(cost, coded))
             store(line.move, b, mul(shift, coded))
             store(line.energy, b, mul(mul(mul(reach, reach), smaller(mul(wide, wide), square)), coded))
@@ -236,8 +243,9 @@ def key_terms(
 def skip_terms(line: Line, slot: Slot, width: int, weight: float) -> None:
     """Write share * rv and S2 of blocks whose values are not read; `move` is empty."""
     inverse, one, zero = splat(np.float32(1 / weight)), splat(np.float32(1)), splat(np.float32(0))
+    least = splat(np.float32(LEAST))
     for b in range(0, width, LANES):
-        skipped, relative = sub(one, load(line.keep, b)), mul(load(line.factor, b), inverse)
+        skipped, relative = sub(one, load(line.keep, b)), larger(mul(load(line.factor, b), inverse), least)
         store(line.cost, b, mul(mul(load(line.share, b), load(slot.radius, b)), skipped))
         store(line.energy, b, mul(mul(mul(relative, relative), load(line.square, b)), skipped))
         store(line.move, b, zero)
@@ -384,7 +392,7 @@ def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, to
     relative, root = chain / (1 - chain), np.sqrt(np.float64(shape.dim))
     error = relative * sums.summands + (relative + 8 * ROUNDOFF) * norm
     error += 0.51 * 15 * shape.block * root / WEIGHT_STEPS * sums.charges
-    if sums.summands > 0:
+    if sums.farthest > 0:
         error += root * tokens * 2.0**-126 / min(weight, 1.0)
     return error * MARGIN
 

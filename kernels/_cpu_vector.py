@@ -29,10 +29,10 @@ WIDE, AVX2, X86 = "+avx512bw" in features(), "+avx2" in features(), "+sse2" in f
 LANES = 16 if WIDE else 8
 NARROW = 8
 """Lanes where fewer numbers than LANES may stand in a row."""
-FLUSH = 30.0
-"""Weights below exp(-FLUSH) of the largest one count as zero: 1e-13, which nothing that is stored shows.
+FLUSH = 70.0
+"""Weights below exp(-FLUSH) of the largest one count as zero.
 
-Squares and products of smaller ones would be subnormal, and those take a hundred times as long.
+Products of smaller ones would be subnormal, and those take some processors a hundred times as long.
 """
 
 

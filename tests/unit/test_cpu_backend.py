@@ -63,6 +63,39 @@ def test_every_error_stays_within_its_bound(kind: str, dtype: torch.dtype) -> No
         check(cache, k, v, 2, spread, seed=3)
 
 
+@pytest.mark.parametrize("eps", [0.05, 1.0])
+def test_values_whose_products_underflow_are_charged(eps: float) -> None:
+    gen = torch.Generator().manual_seed(0)
+    k = 1e6 * torch.randn(1, 3200, 16, generator=gen)
+    v = torch.full((1, 3200, 16), 1.4e-45)
+    v[:, :1600] *= -1
+    cache = LayerCache("certified", query_heads=4, kv_heads=1, head_dim=16, backend="cpu", eps=eps)
+    cache.prefill(k, v)
+    for seed in range(6):
+        query = 3e-6 * torch.randn(4, 16, generator=gen)
+        step = cache.attend(query)
+        error = (step.output.double() - truth(query, k, v, 0.25)).norm(dim=-1)
+        assert bool((error <= step.certificate.total_bound).all()), seed
+
+
+@pytest.mark.parametrize("gap", [20.0, 29.0, 31.0, 50.0, 69.0, 71.0, 90.0])
+def test_tokens_far_below_the_heaviest_one_are_charged(gap: float) -> None:
+    """Thousands of tokens on both sides of where a weight counts as zero, with values that would show."""
+    gen = torch.Generator().manual_seed(1)
+    k = torch.zeros(1, 2048, 16)
+    k[:, :, 0] = -gap + torch.rand(2048, generator=gen)
+    k[:, 100, 0] = 0
+    v = 1e30 * torch.randn(1, 2048, 16, generator=gen)
+    v[:, 100] = torch.randn(16, generator=gen)
+    cache = LayerCache("certified", query_heads=2, kv_heads=1, head_dim=16, backend="cpu", scale=1.0)
+    cache.prefill(k, v)
+    query = torch.zeros(2, 16)
+    query[:, 0] = torch.tensor([1.0, 0.99])
+    step = cache.attend(query)
+    error = (step.output.double() - truth(query, k, v, 1.0)).norm(dim=-1)
+    assert bool((error <= step.certificate.total_bound).all())
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 32, 240, 255, 256, 257, 272, 273])
 def test_block_edges_and_short_contexts(tokens: int) -> None:
     k, v = data("topics", 2, tokens, 16, seed=tokens)
