@@ -5,8 +5,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
+from numba import njit
 from torch import Tensor
 
 from rcq_cli import LayerCache
@@ -15,8 +17,9 @@ from rcq_cli.backends import choose_backend
 from rcq_cli.certify.fused import SHARED_BLOCKS, room_for
 from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels import cpu
-from rcq_cli.kernels._cpu_score import weigh
-from rcq_cli.kernels._cpu_vector import plain
+from rcq_cli.kernels._cpu_bounds import FLUSHED
+from rcq_cli.kernels._cpu_score import EXP_SLACK, weigh
+from rcq_cli.kernels._cpu_vector import FLUSH, LANES, exponential, floats_at, load, plain, store
 from rcq_cli.protocols import Geometry
 from tests.unit.exact_attention import data, truth
 
@@ -78,22 +81,28 @@ def test_values_whose_products_underflow_are_charged(eps: float) -> None:
         assert bool((error <= step.certificate.total_bound).all()), seed
 
 
-@pytest.mark.parametrize("gap", [20.0, 29.0, 31.0, 50.0, 69.0, 71.0, 90.0])
-def test_tokens_far_below_the_heaviest_one_are_charged(gap: float) -> None:
-    """Thousands of tokens on both sides of where a weight counts as zero, with values that would show."""
-    gen = torch.Generator().manual_seed(1)
-    k = torch.zeros(1, 2048, 16)
-    k[:, :, 0] = -gap + torch.rand(2048, generator=gen)
-    k[:, 100, 0] = 0
-    v = 1e30 * torch.randn(1, 2048, 16, generator=gen)
-    v[:, 100] = torch.randn(16, generator=gen)
-    cache = LayerCache("certified", query_heads=2, kv_heads=1, head_dim=16, backend="cpu", scale=1.0)
-    cache.prefill(k, v)
-    query = torch.zeros(2, 16)
-    query[:, 0] = torch.tensor([1.0, 0.99])
-    step = cache.attend(query)
-    error = (step.output.double() - truth(query, k, v, 1.0)).norm(dim=-1)
-    assert bool((error <= step.certificate.total_bound).all())
+@njit
+def weights_of(scores: int, count: int) -> None:
+    """Replace scores by their exponentials."""
+    numbers = floats_at(scores)
+    for i in range(0, count, LANES):
+        store(numbers, i, exponential(load(numbers, i)))
+
+
+def test_weights_are_exponentials_or_zero_where_what_is_lost_is_charged() -> None:
+    scores = np.concatenate(
+        [
+            np.linspace(-FLUSH - 2, 0, 99_968),
+            np.linspace(-FLUSH - 1e-3, -FLUSH + 1e-3, 64),
+            np.full(16, -3e38),
+        ]
+    ).astype(np.float32)
+    weights, exact = scores.copy(), np.exp(scores.astype(np.float64))
+    weights_of(weights.ctypes.data, len(weights))
+    lost = weights == 0
+    assert not lost[scores > -FLUSH].any()
+    assert exact[lost].max() <= FLUSHED
+    assert abs(weights[~lost] / exact[~lost] - 1).max() <= EXP_SLACK / 2
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 32, 240, 255, 256, 257, 272, 273])
