@@ -28,6 +28,9 @@ from rcq_cli.kernels._cpu_vector import (
 )
 from rcq_cli.kernels._rounding import REFRESH
 
+INFINITE = 0x7C00
+"""Bits of the float16 that is infinite."""
+
 
 @plain
 def zero_bytes(data: Any, at: int, count: int) -> None:
@@ -329,9 +332,10 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
         notes[7] = half_up(spectral_norm(left) * MARGIN)
     raw = raw or raw_values
     for i in range(NOTES):
-        raw |= notes[i] >= 0x7C00
+        raw |= notes[i] >= INFINITE
     for i in range(NOTES):
-        tiers.notes[h * turn.note_pitch + NOTES * b + i] = np.uint16(0 if raw else notes[i])
+        # read only if the flag is lost: then nothing is known of the block
+        tiers.notes[h * turn.note_pitch + NOTES * b + i] = np.uint16(INFINITE if raw else notes[i])
     if raw:
         zero_bytes(tiers.keys, key_at + shape.padded * dim, shape.key_bytes - shape.padded * dim)
         codes = shape.padded * dim // 2

@@ -127,7 +127,8 @@ class TieredStore:
             if name not in self.blocks:
                 self.blocks[name] = Slab(rows.shape[0], rows.shape[2:], rows.dtype, self.geometry.device)
             self.blocks[name].extend(rows)
-        self.annotations.extend(torch.where(raw[..., None], torch.zeros_like(stored), stored))
+        # of a raw block they are read only if its flag is lost: then nothing is known of it
+        self.annotations.extend(torch.where(raw[..., None], torch.inf, stored))
         self.raw.extend(raw.cpu())
         self.raw_bounds.extend(torch.stack((k.norm(dim=-1).amax(-1), exact[..., 3]), -1).cpu() * MARGIN)
         if self.originals is not None:

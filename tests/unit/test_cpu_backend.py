@@ -336,6 +336,21 @@ def test_codes_that_do_not_fit_the_originals_are_found_by_their_scores(tokens: i
     assert store.raw.rows[0].tolist() == [True] + [False] * (tokens // 32 - 1)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_block_that_loses_its_raw_flag_is_trusted_with_nothing(backend: str) -> None:
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 330, 64, generator=gen) for _ in "kv")
+    k[:, 64:96] *= 3e5
+    cache = LayerCache(
+        "certified", query_heads=8, kv_heads=2, head_dim=64, backend=backend, explore=0.0, scale=0.125
+    )
+    cache.prefill(k, v)
+    store = cache._state.cache
+    assert store.raw.rows[1].tolist() == [False] * 2 + [True] + [False] * 7
+    store.raw.data[1, 2] = False
+    check(cache, k, v, 4, 1e-3, seed=5)
+
+
 def test_a_change_of_any_word_changes_the_fingerprint() -> None:
     k, v = data("plain", 2, 64, 32, seed=3)
     cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=32, backend="cpu")
