@@ -166,5 +166,7 @@ def test_a_sharp_model_in_bfloat16_is_not_refused_for_its_own_rounding():
         sharp(ids[:, :7], cache=cache, use_cache=True)
         for t in (7, 8):
             stepwise = sharp(ids[:, t : t + 1], cache=cache, use_cache=True).logits[:, -1].float()
-    assert (stepwise - once).abs().max() > 0.05 * once.abs().max()
     Engine(Loaded("sharp", sharp, Words(), {}, 256, 4096), backend="reference")
+    if torch.equal(stepwise, once):
+        pytest.skip("this processor rounds one call and steps alike")
+    assert (stepwise - once).abs().max() > 0.05 * once.abs().max()
