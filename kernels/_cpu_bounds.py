@@ -301,12 +301,12 @@ def spread(line: Line, width: int, table: Any) -> int:
     rest_energy += width * 1.3e-35
     for i, rest in enumerate((rest_cost, rest_energy, rest_move)):
         sums[8 * last + i] += rest
-    accumulate(table, sums)
+    fill(table, sums)
     return top
 
 
 @merged
-def accumulate(table: Any, sums: Any) -> None:
+def fill(table: Any, sums: Any) -> None:
     """Write what stands before each bucket and from it on, of two times four sums a bucket."""
     costs, energies, moves = rows_of(table)
     before, squares, shifts = 0.0, 0.0, 0.0

@@ -147,7 +147,6 @@ def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot
     """Read keys of the pinned blocks from the originals, and probe a few others."""
     if not turn.certify or not turn.blocks:
         return
-    ask_for(shape, turn, tiers.original_keys, h, 0)  # always pinned
     explore(shape, turn, limits, tiers, item, slot, h)
     for b in range(turn.blocks):
         slot.want_keys[b] = slot.pins[b]

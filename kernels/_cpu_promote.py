@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import FLUSHED, WIDEST
-from rcq_cli.kernels._cpu_integer import TEAM, hash_words
+from rcq_cli.kernels._cpu_integer import LINE, TEAM, hash_words
 from rcq_cli.kernels._cpu_score import (
     DELTAS,
     EXP_SLACK,
@@ -147,7 +147,7 @@ def ask_for(shape: Shape, turn: Turn, source: Any, h: int, b: int) -> None:
     """Have originals of block `b` brought into the caches while something else is worked on."""
     count = shape.block * shape.dim * item_bytes(shape)
     first = h * turn.original_pitch + b * count
-    for i in range(first, first + count, 64):
+    for i in range(first, first + count, LINE):
         prefetch(source, i)
 
 
