@@ -103,8 +103,9 @@ def loads(args: argparse.Namespace) -> Iterator[tuple[str, Load, float]]:
     """Yield name, data and scale of every row of the table."""
     for layer in map(int, args.layers.split(",")) if args.captured else ():
         found = torch.load(args.captured, weights_only=True)[layer]
-        queries = (found["queries"] * 8)[:8]
-        yield f"layer {layer}", Load(found["keys"], found["values"], queries), found["scale"]
+        queries = [query.to(args.dtype) for query in (found["queries"] * 8)[:8]]
+        keys, values = (found[name].to(args.dtype) for name in ("keys", "values"))
+        yield f"layer {layer}", Load(keys, values, queries), found["scale"]
     for kind in args.data.split(",") if not args.captured else ():
         for tokens in map(int, args.tokens.split(",")):
             group = args.query_heads // args.kv_heads
@@ -174,7 +175,9 @@ def main() -> None:
     parser.add_argument("--query-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--dtype", default=torch.bfloat16, type=lambda name: getattr(torch, name))
+    parser.add_argument(
+        "--dtype", default=torch.bfloat16, type=lambda name: getattr(torch, name), help="of the originals"
+    )
     parser.add_argument("--eps", type=float, default=0.05)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=40)

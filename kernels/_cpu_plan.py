@@ -31,10 +31,10 @@ from rcq_cli.kernels._cpu_state import (
     BUCKETS,
     DROPPED_BOUND,
     EXACT,
+    FIELDS,
     KEY_BOUND,
     KEY_WANTED,
     KEYS_USED,
-    LIMIT,
     NORM,
     PAGED,
     PLAN_AWAY,
@@ -49,6 +49,7 @@ from rcq_cli.kernels._cpu_state import (
     ROUNDING_BOUND,
     RUNG,
     SKIPPED,
+    TROUBLE,
     VALUE_BOUND,
     VALUE_WANTED,
     VALUES_USED,
@@ -103,6 +104,9 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
     """Pin what is always read from the originals: raw blocks, the first block (sinks) and the newest one."""
     tiers.faults[2 * h] = 0
     one, zero, width = np.float32(1), np.float32(0), used_width(turn.blocks)
+    for field in range(FIELDS):
+        for column in range(h * shape.group, (h + 1) * shape.group):
+            tiers.fields[field * shape.heads * shape.group + column] = 0.0
     ones = splat(one)
     for r in range(shape.rows):
         line = line_of(turn, slot, r)
@@ -455,7 +459,6 @@ def judge(
     plan[PLAN_NORM] = stored.norm
     fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = key, skipped
     fields[VALUE_BOUND * heads + column], fields[ROUNDING_BOUND * heads + column] = value, rounding
-    fields[LIMIT * heads + column] = limit
     return key + skipped + value + rounding <= limit
 
 
@@ -489,7 +492,11 @@ def wants_too_much(turn: Turn, slot: Slot, r: int) -> bool:
 def finish(
     shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, sums: Any, h: int, last: bool
 ) -> int:
-    """Add up the ranges from `sums` on, bound and judge every row to do; return how many are left."""
+    """Add up the ranges from `sums` on, bound and judge every row to do.
+
+    Returns how many are left, and TROUBLE for each that is to be recomputed, if none is left or this is the
+    last round, and for a fault.
+    """
     left, dim, heads = 0, shape.dim, shape.heads * shape.group
     for r in range(shape.group):
         row, column = h * shape.rows + r, EXACT * heads + h * shape.group + r
@@ -515,6 +522,6 @@ def finish(
         paged = 0
         for r in range(shape.group):
             paged = max(paged, count_blocks(shape, turn, tiers, slot, h, r))
-            tiers.fields[PAGED * heads + h * shape.group + r] = 0
+            left += TROUBLE * (tiers.fields[EXACT * heads + h * shape.group + r] > 0)
         tiers.fields[PAGED * heads + h * shape.group] = paged * shape.block * dim * item_bytes(shape)
-    return left
+    return left + TROUBLE * (tiers.faults[2 * h] > 0)

@@ -1,8 +1,10 @@
 """What the CPU kernels are given: sizes, and pointers to the store, the scratch and the answer."""
 
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rcq_cli.kernels._cpu_vector import (
     ahead,
@@ -49,9 +51,6 @@ class Shape(NamedTuple):
 class Turn(NamedTuple):
     """What changes from step to step; all int."""
 
-    blocks: int
-    tail: int
-    """Tokens of the open tail."""
     key_pitch: int
     """Elements from one head to the next, here and in the next five."""
     value_pitch: int
@@ -61,6 +60,17 @@ class Turn(NamedTuple):
     check_pitch: int
     original_pitch: int
     """In bytes."""
+    width: int
+    """Length of a row of per-block scratch."""
+    weight_row: int
+    """Weights of one slot."""
+    float_row: int
+    """Floats, ints, and accumulators of one item."""
+    int_row: int
+    gather_row: int
+    blocks: int
+    tail: int
+    """Tokens of the open tail."""
     count: int
     """Steps taken so far: seeds the exploration."""
     threads: int
@@ -71,14 +81,6 @@ class Turn(NamedTuple):
     skip: int
     rounds: int
     """Rounds of promotion; 0: none."""
-    width: int
-    """Length of a row of per-block scratch."""
-    weight_row: int
-    """Weights of one slot."""
-    float_row: int
-    """Floats, ints, and accumulators of one item."""
-    int_row: int
-    gather_row: int
 
 
 class Limits(NamedTuple):
@@ -94,6 +96,12 @@ class Limits(NamedTuple):
 class Store(NamedTuple):
     """Pointers to the store, to scratch that is not divided, and to query and answer."""
 
+    source: Any
+    """Bytes of the query `[Hq, D]`."""
+    output: Any
+    """Bytes of the output `[Hq, D]`."""
+    fields: Any
+    """float64 `[FIELDS, Hq]`"""
     keys: Any
     values: Any
     notes: Any
@@ -113,12 +121,6 @@ class Store(NamedTuple):
     """float64 `[2, Hkv]`: two numbers whose sum is lambda_V,"""
     residual_parts: Any
     """and lambda_E."""
-    source: Any
-    """Bytes of the query `[Hq, D]`."""
-    output: Any
-    """Bytes of the output `[Hq, D]`."""
-    fields: Any
-    """float64 `[FIELDS, Hq]`"""
     query: Any
     """float32 `[Hkv, rows, D]`, times the scale."""
     norms: Any
@@ -232,14 +234,18 @@ class Line(NamedTuple):
     """What of `delta` is not due to K - K'."""
 
 
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`Shape.kind` by dtype."""
 STATS, NOTES, MARKS = len(Line._fields), 8, 3
 PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, PLANS = range(7)
 KEY_WANTED, VALUE_WANTED = 1, 2
 READ_CODES, READ_ORIGINALS = 1, 2
 (
-    KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, NORM, LIMIT, KEYS_USED, VALUES_USED, SKIPPED, RUNG,
-    PAGED, EXACT, FIELDS,
-) = range(13)  # fmt: skip
+    KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, NORM, KEYS_USED, VALUES_USED, SKIPPED, RUNG, PAGED,
+    EXACT, FIELDS,
+) = range(12)  # fmt: skip
+TROUBLE = 1 << 32
+"""What judging a KV head adds to its answer for each query head to recompute, and for a fault."""
 APART = 64
 """Numbers between what two threads write: never one cache line, nor the pair fetched with it."""
 STRIP = 4
@@ -252,7 +258,8 @@ TABLES = 3 * TABLE + 8 * BUCKETS
 _TURN, _LIMITS, _STORE = 13, 33, 37
 _SLOT = _STORE + len(Store._fields)
 _ITEM = _SLOT + 6
-_END = _ITEM + 8
+_SEALING = _ITEM + 7
+_END = _SEALING + 2
 _QUERY = _STORE + Store._fields.index("query")
 assert (
     len(Shape._fields),
@@ -261,21 +268,34 @@ assert (
 ) == (_TURN, _LIMITS, _STORE)
 
 
-def _words(first: str, last: str, fields: tuple[str, ...], start: int) -> slice:
-    return slice(start + fields.index(first), start + fields.index(last) + 1)
+class Part:
+    """Numbers of a call that are written together: `kinds` (of `struct`) from word `first` on."""
+
+    __slots__ = ("first", "pack")
+
+    def __init__(self, first: int, kinds: str) -> None:
+        self.pack, self.first = struct.Struct(kinds).pack_into, 8 * first
 
 
-COUNTS = _words("blocks", "tail", Turn._fields, _TURN)
-PITCHES = _words("key_pitch", "original_pitch", Turn._fields, _TURN)
-STEP = _words("count", "rounds", Turn._fields, _TURN)
-ROOM = _words("width", "gather_row", Turn._fields, _TURN)
-TIERS = _words("keys", "residual_parts", Store._fields, _STORE)
-ORIGINALS = _words("original_keys", "original_values", Store._fields, _STORE)
-ANSWER = _words("source", "fields", Store._fields, _STORE)
-SCRATCH = slice(_QUERY, _END - 1)
-"""Parts of a call. Scratch: what is not divided, then weights, stats, notes, flags, marks and tables of
-slots, then floats, ints, pads, gathered, sums, picks and factors of items."""
-RECENT, RESIDUALS = _QUERY, _END - 1
+def _part(first: str, last: str, fields: tuple[str, ...], start: int) -> Part:
+    begin = fields.index(first)
+    return Part(start + begin, f"{fields.index(last) + 1 - begin}q")
+
+
+_BLOCKS = _TURN + Turn._fields.index("blocks")
+PITCHES = _part("key_pitch", "original_pitch", Turn._fields, _TURN)
+ORIGINAL_PITCH = _part("original_pitch", "original_pitch", Turn._fields, _TURN)
+ROOM = _part("width", "gather_row", Turn._fields, _TURN)
+COUNTS = _part("blocks", "tail", Turn._fields, _TURN)
+STEP = Part(_BLOCKS, f"{_LIMITS - _BLOCKS}q{len(Limits._fields)}d3q")
+"""All that is new in every step: counts, limits and answer, which follow one another."""
+ANSWER = _part("source", "fields", Store._fields, _STORE)
+TIERS = _part("keys", "residual_parts", Store._fields, _STORE)
+ORIGINALS = _part("original_keys", "original_values", Store._fields, _STORE)
+SCRATCH = Part(_QUERY, f"{_SEALING - _QUERY}q")
+"""What is not divided, then weights, stats, notes, flags, marks and tables of slots, then floats, ints, pads,
+gathered, sums, picks and factors of items."""
+RECENT, RESIDUALS = Part(_SEALING, "q"), Part(_SEALING + 1, "q")
 """Where appending is given the recent Gram matrices, and sealing where V - V' goes."""
 
 
@@ -288,13 +308,18 @@ class Call:
     def __init__(self, shape: Shape) -> None:
         self.words = np.zeros(_END, np.int64)
         self.words[: len(shape)] = shape
-        self.limits = self.words[_LIMITS:_STORE].view(np.float64)
         self.address: int = self.words.ctypes.data
+        self.scratch = 0
+        """Number of the scratch whose addresses it holds; 0: none."""
+
+    def put(self, part: Part, *numbers: float) -> None:
+        """Write the numbers of a part."""
+        part.pack(self.words, part.first, *numbers)
 
     def copy(self) -> "Call":
         """Return a call of its own with the same words."""
         twin = Call(Shape(*self.words[:_TURN].tolist()))
-        twin.words[:] = self.words
+        twin.words[:], twin.scratch = self.words, self.scratch
         return twin
 
 
@@ -329,11 +354,11 @@ def store_at(call: Any) -> Store:
     """Return the pointers of the store, and of what is not divided."""
     a = ahead(call, _STORE)
     return Store(
-        bytes_at(a[0]), bytes_at(a[1]), shorts_at(a[2]), bytes_at(a[3]), doubles_at(a[4]), longs_at(a[5]),
-        bytes_at(a[6]), bytes_at(a[7]), bytes_at(a[8]), doubles_at(a[9]), doubles_at(a[10]),
-        doubles_at(a[11]), bytes_at(a[12]), bytes_at(a[13]), doubles_at(a[14]), floats_at(a[15]),
-        floats_at(a[16]), floats_at(a[17]), bytes_at(a[18]), bytes_at(a[19]), doubles_at(a[20]),
-        doubles_at(a[21]), longs_at(a[22]),
+        bytes_at(a[0]), bytes_at(a[1]), doubles_at(a[2]), bytes_at(a[3]), bytes_at(a[4]), shorts_at(a[5]),
+        bytes_at(a[6]), doubles_at(a[7]), longs_at(a[8]), bytes_at(a[9]), bytes_at(a[10]), bytes_at(a[11]),
+        doubles_at(a[12]), doubles_at(a[13]), doubles_at(a[14]), floats_at(a[15]), floats_at(a[16]),
+        floats_at(a[17]), bytes_at(a[18]), bytes_at(a[19]), doubles_at(a[20]), doubles_at(a[21]),
+        longs_at(a[22]),
     )  # fmt: skip
 
 
@@ -392,14 +417,14 @@ def lambda_of(shape: Shape, parts: Any, h: int) -> float:
 
 @plain
 def recent_at(call: Any) -> Any:
-    """Return where appending keeps the recent Gram matrices: float64 `[Hkv, D, D]`, in place of `query`."""
-    return doubles_at(ahead(call, RECENT)[0])
+    """Return where appending keeps the recent Gram matrices: float64 `[Hkv, D, D]`."""
+    return doubles_at(ahead(call, _SEALING)[0])
 
 
 @plain
 def residuals_at(call: Any) -> Any:
     """Return where sealing writes V - V': float64 `[Hkv, count * S, D]`."""
-    return doubles_at(ahead(call, RESIDUALS)[0])
+    return doubles_at(ahead(call, _SEALING)[1])
 
 
 @plain

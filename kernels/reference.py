@@ -5,6 +5,7 @@ this backend's own layout and nothing outside looks into them. Formats: arXiv:26
 3.2, with the end-point key grid and its cover rule, and with two-level value metadata.
 """
 
+from math import isfinite
 from typing import ClassVar
 
 import torch
@@ -31,6 +32,11 @@ class Reference:
         """Return None: plain torch runs everywhere."""
         del geometry
         return None
+
+    def finite(self, numbers: Tensor) -> bool:
+        """Return whether no number is NaN or infinite."""
+        # a sum shows both, and costs an eighth of a look at every number; it may also overflow
+        return isfinite(numbers.sum().item()) or bool(torch.isfinite(numbers).all())
 
     # -- quantisation ---------------------------------------------------------------------------------------
 

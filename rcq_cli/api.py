@@ -77,8 +77,9 @@ class LayerCache:
         )
         self.mode, self._certifies = entry.name, entry.certifies
         chosen: Any = parse_options(entry.Options, options, noun=f"option of mode {entry.name}")
-        self._dtype = dtype
-        self._state = entry.open(self.geometry, chosen, choose_backend(backend, self.geometry))
+        self._dtype, self._device = dtype, torch.device(place)
+        self._backend = choose_backend(backend, self.geometry)
+        self._state = entry.open(self.geometry, chosen, self._backend)
         self._needs = needs_of(entry, chosen)
         self._prompt_open = self._needs is not None
         self._prompt: list[tuple[Tensor, Tensor | None]] = []  # keys and queries, until the prompt ends
@@ -124,7 +125,7 @@ class LayerCache:
         if self._state.tokens == 0:
             raise SpecError("attend on an empty cache", fix="call prefill or append first")
         self._end_prompt()
-        return self._state.attend(query.detach())
+        return self._state.attend(query.detach() if query.requires_grad else query)
 
     def bytes(self) -> dict[str, int]:
         """Return device, host, metadata, scratch and dense_equivalent bytes as allocated now."""
@@ -159,8 +160,7 @@ class LayerCache:
         if not isinstance(tensor, Tensor):
             raise SpecError(f"{name} is a {type(tensor).__name__}", fix=f"give a tensor {_sizes(shape)}")
         given = tuple(tensor.shape)
-        fits = len(given) == len(shape) and all(n in (None, m) for n, m in zip(shape, given, strict=True))
-        if not fits or 0 in given:
+        if not (given == shape or _fits(given, shape)) or 0 in given:
             raise SpecError(
                 f"{name} has shape {list(given)}", fix=f"expected {_sizes(shape)}, at least one token"
             )
@@ -168,11 +168,14 @@ class LayerCache:
             raise SpecError(
                 f"{name} has dtype {tensor.dtype}", fix=f"expected {self._dtype}, the dtype of this cache"
             )
-        if tensor.device != torch.device(self.geometry.device):
+        if tensor.device != self._device:
             raise SpecError(f"{name} is on {tensor.device}", fix=f"expected {self.geometry.device}")
-        # a sum shows NaN and infinity, and costs an eighth of a look at every number; it may also overflow
-        if not math.isfinite(tensor.sum().item()) and not bool(torch.isfinite(tensor).all()):
+        if not self._backend.finite(tensor):
             raise SpecError(f"{name} holds NaN or infinity", fix="only finite numbers can be stored")
+
+
+def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return len(given) == len(shape) and all(n in (None, m) for n, m in zip(shape, given, strict=True))
 
 
 def _sizes(shape: tuple[int | None, ...]) -> str:

@@ -391,6 +391,9 @@ class Backend(Protocol):
     def unsupported(self, geometry: Geometry) -> str | None:
         """Return why this backend cannot serve `geometry` here, or None."""
 
+    def finite(self, numbers: Tensor) -> bool:
+        """Return whether no number is NaN or infinite."""
+
 
 # -- what a decode returns ----------------------------------------------------------------------------------
 

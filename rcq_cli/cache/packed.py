@@ -22,7 +22,6 @@ from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels.reference import Blocks
 from rcq_cli.protocols import Geometry, LayerBytes
 
-KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 _CHUNK_ELEMENTS = 2**21
 
 
@@ -52,21 +51,28 @@ class PackedStore(TieredStore):
     # -- writing --------------------------------------------------------------------------------------------
 
     def extend(self, keys: Tensor, values: Tensor, *, seal: bool = True) -> None:
-        """Add `[Hkv, T, D]` keys and values; one token costs one call of a kernel."""
-        if keys.shape[1] == 1 and self.centre is not None and keys.dtype == values.dtype == self.dtype:
-            self.seal_full_tail()
-            self._append(keys.contiguous(), values.contiguous())
-            if seal:
-                self.seal_full_tail()
+        """Add `[Hkv, T, D]` keys and values."""
+        if keys.shape[1] == 1:
+            self.append(keys[:, 0], values[:, 0], seal=seal)
+        else:
+            super().extend(keys, values, seal=seal)
+
+    def append(self, key: Tensor, value: Tensor, *, seal: bool = True) -> None:
+        """Add the `[Hkv, D]` key and value of one token, in one call of a kernel."""
+        if self.centre is None or not key.dtype == value.dtype == self.dtype:
+            super().extend(key[:, None], value[:, None], seal=seal)
             return
-        super().extend(keys, values, seal=seal)
+        self.seal_full_tail()
+        self._append(key.contiguous(), value.contiguous())
+        if seal:
+            self.seal_full_tail()
 
     def _append(self, key: Tensor, value: Tensor) -> None:
         for slab in self.originals or ():
             slab.make_room(1)
         call, spectrum = self.call(), self.value_spectrum
-        call.words[state.ANSWER] = key.data_ptr(), value.data_ptr(), spectrum.parts.data_ptr()
-        call.words[state.RECENT] = spectrum.recent.data_ptr()
+        call.put(state.ANSWER, key.data_ptr(), value.data_ptr(), spectrum.parts.data_ptr())
+        call.put(state.RECENT, spectrum.recent.data_ptr())
         due = cpu.compiled(cpu.append_piece).ctypes(call.address, 0, self.shape.heads, self.tokens)
         for slab in self.originals or ():
             slab.length += 1
@@ -96,11 +102,11 @@ class PackedStore(TieredStore):
             pair = [t.contiguous() for t in pair]
         residuals = torch.empty(keys.shape, dtype=torch.float64)
         call = self.call().copy()
-        call.words[state.ORIGINALS] = [t.data_ptr() for t in pair]
-        call.words[state.PITCHES][-1] = pair[0].stride(0) * pair[0].element_size()
-        call.words[state.RESIDUALS] = residuals.data_ptr()
+        call.put(state.ORIGINALS, *(t.data_ptr() for t in pair))
+        call.put(state.ORIGINAL_PITCH, pair[0].stride(0) * pair[0].element_size())
+        call.put(state.RESIDUALS, residuals.data_ptr())
         cpu.share_threads()
-        cpu.run(cpu.compiled(cpu.seal_piece).address, call.address, 0, self.shape.heads * count, count)
+        cpu.run(cpu.seal_piece, call.address, 0, self.shape.heads * count, count)
         for slab in self._slabs():
             slab.length += count
         self.coded_elems += keys.numel() + values.numel()
@@ -114,26 +120,27 @@ class PackedStore(TieredStore):
 
     def call(self) -> state.Call:
         """Return what kernels are given of this store; valid until the store changes."""
-        slabs, originals = self._slabs(), self.originals or ()
         assert self.centre is not None
-        spectra = (self.value_spectrum.parts, self.residual_spectrum.parts)
-        given = [*(slab.data for slab in (*slabs, *originals)), self.tail, self.centre, *spectra]
+        given = [slab.data for slab in self._slabs()]
+        if self.originals is not None:
+            given += self.originals[0].data, self.originals[1].data
+        given += self.tail, self.centre, self.value_spectrum.parts, self.residual_spectrum.parts
         if len(given) != len(self._given) or not all(map(is_, given, self._given)):
             self._place(given)
-        self._call.words[state.COUNTS] = self.block_count, self.tail_tokens
+        self._call.put(state.COUNTS, self.block_count, self.tail_tokens)
         return self._call
 
     def _place(self, given: list[Tensor]) -> None:
         """Write where things are, after a slab grew or a fork took over."""
-        words, self._given = self._call.words, given
+        call, self._given = self._call, given
         held, others = given[:-4], given[-4:]
         pitches = [data.stride(0) for data in held[:6]]
         if self.originals is None:  # mode naive has neither checks nor originals
             pitches, held = [*pitches[:5], 0, 0], held + [self.tail] * 3
         else:
             pitches.append(held[6].stride(0) * self.tail.element_size())
-        words[state.PITCHES] = pitches
-        words[state.TIERS] = [t.data_ptr() for t in (*held, *others)]
+        call.put(state.PITCHES, *pitches)
+        call.put(state.TIERS, *(t.data_ptr() for t in (*held, *others)))
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -202,9 +209,8 @@ class PackedStore(TieredStore):
         return differs[:, parts[0] : parts[1] + 1].any(1)
 
     def _count_changed(self, head: int, part: int) -> int:
-        piece = cpu.compiled(cpu.check_piece).address
         cpu.share_threads()
-        return int(cpu.run(piece, self.call().address, 4 * head + part, self.block_count, 0))
+        return cpu.run(cpu.check_piece, self.call().address, 4 * head + part, self.block_count, 0)
 
     def _prints(self, heads: Tensor, blocks: Tensor) -> Tensor:
         piece, address = cpu.compiled(cpu.print_piece).ctypes, self.call().address
@@ -239,7 +245,7 @@ def shape_of(geometry: Geometry, fmt: TierFormat) -> Shape:
         value_bytes=padded * dim // 2 + value_meta,
         narrow_keys=int(narrow),
         two_level=int(two_level),
-        kind=KINDS[geometry.dtype],
+        kind=state.KINDS[getattr(torch, geometry.dtype)],
         fold_steps=min(32766, 2**31 // (128 * dim) - 1),
     )
 

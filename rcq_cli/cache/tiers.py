@@ -91,6 +91,10 @@ class TieredStore:
         if seal:
             self.seal_full_tail()
 
+    def append(self, key: Tensor, value: Tensor, *, seal: bool = True) -> None:
+        """Add the `[Hkv, D]` key and value of one token, as `extend` does."""
+        self.extend(key[:, None], value[:, None], seal=seal)
+
     def seal_full_tail(self) -> None:
         """Encode the open tail if its last token has arrived."""
         if self.tail_tokens == self.fmt.block:

@@ -3,6 +3,7 @@
 Only exact heads and whole layers go through float64 or torch.
 """
 
+import itertools
 import threading
 from math import gcd
 from typing import Any, NamedTuple
@@ -24,7 +25,47 @@ from rcq_cli.kernels._format import TierFormat
 from rcq_cli.phases import covers, heard, phase, phased
 from rcq_cli.protocols import Certificate, Step
 
-_local = threading.local()
+
+class FusedCertificate(Certificate):
+    """A certificate as the kernels wrote it: its tensors are made when the first of them is asked for.
+
+    That costs fifty microseconds behind a model's weights, which few who generate text ever need.
+    """
+
+    __slots__ = ("_blocks", "_fields")
+
+    @classmethod
+    def written(cls, fields: Tensor, blocks: int) -> "FusedCertificate":
+        """Return the certificate that `fields` `[FIELDS, Hq]`, float64, describe."""
+        made = cls.__new__(cls)
+        object.__setattr__(made, "_fields", fields)
+        object.__setattr__(made, "_blocks", blocks)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Fill the slots, which are empty until one is read."""
+        if name not in Certificate.__slots__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        fields, blocks = self._fields, self._blocks
+        key, value, dropped, rounding, norm = fields[: state.NORM + 1].unbind(0)
+        keys, values, skipped = fields[state.KEYS_USED : state.SKIPPED + 1].to(torch.int32).unbind(0)
+        Certificate.__init__(
+            self,
+            key_bound=key,
+            value_bound=value,
+            dropped_bound=dropped,
+            rounding_bound=rounding,
+            total_bound=key + value + dropped + rounding,
+            output_norm=norm,
+            exact=fields[state.EXACT] > 0,
+            rung=fields[state.RUNG].to(torch.int8),
+            promoted_key_blocks=keys,
+            promoted_value_blocks=values,
+            skipped_value_blocks=skipped,
+            blocks=blocks,
+            paged_bytes=int(fields[state.PAGED].sum()),
+        )
+        return getattr(self, name)
 
 
 class FusedStep:
@@ -37,23 +78,23 @@ class FusedStep:
 
     def run(self) -> Step:
         """Run the kernels, then the last rungs for heads that need them."""
-        cache = self.cache
-        output, fields, scratch = run_kernel(cache, self.query, self.budget, self.explore, self.count)
-        self.scratch_bytes = scratch.nbytes
-        if np.count_nonzero(scratch.faults[:, 0]):
-            return self._faulty(scratch.faults, fields)
-        exact = fields[state.EXACT] != 0
-        if np.count_nonzero(exact):
-            self._exact_heads(output, fields, exact)
-        return Step(output, self._certificate(fields, exact))
+        done = run_kernel(self.cache, self.query, self.budget, self.explore, self.count)
+        self.scratch_bytes = done.scratch.nbytes
+        if done.trouble:
+            faults, fields = done.scratch.faults, done.fields.numpy()
+            if np.count_nonzero(faults[:, 0]):
+                self._faulty(faults, done.output, fields)
+            else:
+                self._exact_heads(done.output, fields)
+        return Step(done.output, FusedCertificate.written(done.fields, self.cache.block_count))
 
     @phased("fallback")
-    def _exact_heads(self, output: Tensor, fields: np.ndarray, exact: np.ndarray) -> None:
-        """Rung 3: replace `exact` heads by float64 attention on the originals, KV head by KV head."""
+    def _exact_heads(self, output: Tensor, fields: np.ndarray) -> None:
+        """Rung 3: replace heads by float64 attention on the originals, KV head by KV head."""
         assert self.cache.originals is not None
         keys, values = (slab.rows for slab in self.cache.originals)
         group = self.cache.shape.group
-        heads = exact.reshape(-1, group)
+        heads = fields[state.EXACT].reshape(-1, group) > 0
         chosen = heads.any(1).nonzero()[0].tolist()
         self.cache.check_originals(chosen)
         for h in chosen:
@@ -64,15 +105,13 @@ class FusedStep:
             stored, error = store(truth.output[0], self.cache.dtype)
             output[mine] = stored
             fields[state.PAGED, h * group] = keys[0].nbytes + values[0].nbytes
-            fields[: state.ROUNDING_BOUND, mine] = 0
-            fields[state.ROUNDING_BOUND, mine] = (truth.bound[0] + error).numpy()
-            fields[state.NORM, mine] = stored.double().norm(dim=-1).numpy()
-            fields[state.RUNG, mine] = 3
+            norm = stored.double().norm(dim=-1).numpy()
+            self._recomputed(fields, mine, 3, (truth.bound[0] + error).numpy(), norm)
         # heads follow one another: what one needs is free before the next
         self.scratch_bytes += 6 * keys[0].numel() * 8
 
     @phased("fallback")
-    def _faulty(self, faults: np.ndarray, fields: np.ndarray) -> Step:
+    def _faulty(self, faults: np.ndarray, output: Tensor, fields: np.ndarray) -> None:
         """Rung 4.
 
         Quarantine what is damaged and run the whole layer through the dense call on the originals.
@@ -85,40 +124,26 @@ class FusedStep:
         assert cache.originals is not None
         keys, values = (slab.rows for slab in cache.originals)
         scale = cache.geometry.scale
-        output = cache.backend.dense(self.query, keys, values, scale)
+        dense = cache.backend.dense(self.query, keys, values, scale)
         truth = exact_attention(as_groups(self.query, cache.shape.heads), keys, values, scale)
         stored = store(truth.output, cache.dtype)[0].flatten(0, 1)
         # the library may overflow where float64 does not
-        output = torch.where(torch.isfinite(output).all(-1, keepdim=True), output, stored)
+        output[:] = torch.where(torch.isfinite(dense).all(-1, keepdim=True), dense, stored)
         error = (truth.output.flatten(0, 1) - output.double()).norm(dim=-1) * (1 + 2.0**-40)
-        fields[: state.ROUNDING_BOUND] = 0
-        fields[state.ROUNDING_BOUND] = (error + truth.bound.flatten()).numpy()
-        fields[state.NORM] = output.double().norm(dim=-1).numpy()
-        fields[state.RUNG], fields[state.PAGED] = 4, 0
+        fields[state.PAGED] = 0
         fields[state.PAGED, 0] = keys.nbytes + values.nbytes
+        norm = output.double().norm(dim=-1).numpy()
+        self._recomputed(fields, slice(None), 4, (error + truth.bound.flatten()).numpy(), norm)
         self.scratch_bytes += 6 * keys.numel() * 8
-        return Step(output, self._certificate(fields, np.ones(len(output), dtype=bool)))
 
-    def _certificate(self, fields: np.ndarray, exact: np.ndarray) -> Certificate:
-        blocks, tensor = self.cache.block_count, torch.from_numpy
-        used = fields[state.KEYS_USED : state.SKIPPED + 1].astype(np.int32)
-        if np.count_nonzero(exact):
-            used[:2, exact], used[2, exact] = blocks, 0
-        return Certificate(
-            key_bound=tensor(fields[state.KEY_BOUND]),
-            value_bound=tensor(fields[state.VALUE_BOUND]),
-            dropped_bound=tensor(fields[state.DROPPED_BOUND]),
-            rounding_bound=tensor(fields[state.ROUNDING_BOUND]),
-            total_bound=tensor(fields[0] + fields[1] + fields[2] + fields[3]),
-            output_norm=tensor(fields[state.NORM]),
-            exact=tensor(exact),
-            rung=tensor(fields[state.RUNG].astype(np.int8)),
-            promoted_key_blocks=tensor(used[0]),
-            promoted_value_blocks=tensor(used[1]),
-            skipped_value_blocks=tensor(used[2]),
-            blocks=blocks,
-            paged_bytes=int(fields[state.PAGED].sum()),
-        )
+    def _recomputed(
+        self, fields: np.ndarray, heads: Any, rung: int, bound: np.ndarray, norm: np.ndarray
+    ) -> None:
+        """Note that query heads were computed from the originals."""
+        fields[: state.ROUNDING_BOUND, heads] = 0
+        fields[state.ROUNDING_BOUND, heads], fields[state.NORM, heads] = bound, norm
+        fields[state.KEYS_USED, heads] = fields[state.VALUES_USED, heads] = self.cache.block_count
+        fields[state.SKIPPED, heads], fields[state.RUNG, heads], fields[state.EXACT, heads] = 0, rung, 1
 
 
 def unfused(fmt: TierFormat, budget: Budget) -> str | None:
@@ -140,14 +165,24 @@ class NaiveStep(NamedTuple):
 
 def naive_step(cache: PackedStore, query: Tensor) -> NaiveStep:
     """Return attention on what the codes stand for."""
-    output, fields, scratch = run_kernel(cache, query.contiguous(), None, 0.0, 0)
-    return NaiveStep(None if fields[state.EXACT].any() else output, scratch.nbytes)
+    done = run_kernel(cache, query.contiguous(), None, 0.0, 0)
+    return NaiveStep(None if done.trouble else done.output, done.scratch.nbytes)
 
 
-def run_kernel(
-    cache: PackedStore, query: Tensor, budget: Budget | None, explore: float, count: int
-) -> tuple[Tensor, np.ndarray, "Scratch"]:
-    """Run one step; return output `[Hq, D]`, fields `[FIELDS, Hq]` and the scratch. No budget: mode naive."""
+class Ran(NamedTuple):
+    """What the kernels left."""
+
+    output: Tensor
+    """`[Hq, D]`"""
+    fields: Tensor
+    """float64 `[FIELDS, Hq]`"""
+    trouble: int
+    """How many query heads have to be recomputed, and KV heads are damaged."""
+    scratch: "Scratch"
+
+
+def run_kernel(cache: PackedStore, query: Tensor, budget: Budget | None, explore: float, count: int) -> Ran:
+    """Run one step; no budget: mode naive."""
     shape = cache.shape
     threads = cpu.share_threads()
     ranges = 1
@@ -157,57 +192,46 @@ def run_kernel(
     apart = ranges > 1 or heard()
     pieces = shape.heads if apart else min(threads, shape.heads)
     scratch = _scratch(shape, pieces, pieces * ranges, cache.block_count)
-    output, fields = torch.empty_like(query), np.zeros((state.FIELDS, len(query)))
+    output = torch.empty_like(query)
+    fields = torch.empty((state.FIELDS, query.shape[0]), dtype=torch.float64)
+    limits = (0, 0, 0, cache.geometry.scale, 0.0, 0.0, 0.0)  # certify, skip, rounds, scale, eps, abs, explore
+    if budget is not None:
+        absolute = budget.denominator == "abs"
+        limits = (1, budget.skip, budget.rounds, cache.geometry.scale, budget.eps, absolute, explore)
+    answer = query.data_ptr(), output.data_ptr(), fields.data_ptr()
     with cache.lock:
-        turn, answer = (count, pieces, ranges), (query, output, fields)
-        address = _fill(cache, budget, explore, turn, answer, scratch)
-        _run_phases(address, budget, pieces, ranges, apart=apart)
-    return output, fields, scratch
+        call = cache.call()
+        if call.scratch != scratch.number:
+            call.put(state.ROOM, *scratch.room)
+            call.put(state.SCRATCH, *scratch.addresses)
+            call.scratch = scratch.number
+        call.put(state.STEP, cache.block_count, cache.tail_tokens, count, pieces, ranges, *limits, *answer)
+        trouble = _run_phases(call.address, budget, pieces, ranges, apart=apart)
+    return Ran(output, fields, trouble, scratch)
 
 
-def _fill(
-    cache: PackedStore,
-    budget: Budget | None,
-    explore: float,
-    turn: tuple[int, int, int],
-    answer: tuple[Tensor, Tensor, np.ndarray],
-    scratch: "Scratch",
-) -> int:
-    """Write what this step is given into the store's call, and return its address.
-
-    `turn` is count, pieces and ranges of the step.
-    """
-    call, scale, (query, output, fields) = cache.call(), cache.geometry.scale, answer
-    call.words[state.ANSWER] = query.data_ptr(), output.data_ptr(), fields.ctypes.data
-    call.words[state.ROOM], call.words[state.SCRATCH] = scratch.room, scratch.addresses
-    if budget is None:
-        call.words[state.STEP] = *turn, 0, 0, 0
-        call.limits[:] = scale, 0.0, 0.0, 0.0
-    else:
-        call.words[state.STEP] = *turn, 1, budget.skip, budget.rounds
-        call.limits[:] = scale, budget.eps, budget.denominator == "abs", explore
-    return call.address
-
-
-def _run_phases(address: int, budget: Budget | None, pieces: int, ranges: int, *, apart: bool) -> None:
-    """Run the kernel on the call at that address: whole heads, or phase by phase."""
-    piece = cpu.compiled(cpu.step_piece).address
+def _run_phases(address: int, budget: Budget | None, pieces: int, ranges: int, *, apart: bool) -> int:
+    """Run the kernel on the call at that address: whole heads, or phase by phase; return the trouble."""
     if not apart:
-        cpu.run(piece, address, cpu.WHOLE, pieces, 0)
-        return
+        return cpu.run(cpu.step_piece, address, cpu.WHOLE, pieces, 0) // state.TROUBLE
     with phase("score"):
-        cpu.run(piece, address, cpu.PREPARE, pieces, 0)
-        cpu.run(piece, address, cpu.SCORE, pieces * ranges, 0)
+        cpu.run(cpu.step_piece, address, cpu.PREPARE, pieces, 0)
+        cpu.run(cpu.step_piece, address, cpu.SCORE, pieces * ranges, 0)
     if budget is not None:  # a block is compared with its originals, where they lie, as soon as it is chosen
         covers("select", "rank_check", "page_in")
     for number in range(max(1, budget.rounds if budget else 0)):
         with phase("select"):
-            cpu.run(piece, address, cpu.PLAN, pieces, number)
+            cpu.run(cpu.step_piece, address, cpu.PLAN, pieces, number)
         with phase("attend"):
-            cpu.run(piece, address, cpu.SUM, pieces * ranges, number)
+            cpu.run(cpu.step_piece, address, cpu.SUM, pieces * ranges, number)
         with phase("bound"):
-            if not cpu.run(piece, address, cpu.JUDGE, pieces, number):
-                break
+            left = cpu.run(cpu.step_piece, address, cpu.JUDGE, pieces, number)
+        if left % state.TROUBLE == 0:
+            break
+    return left // state.TROUBLE
+
+
+_numbers = itertools.count(1)
 
 
 class Scratch:
@@ -224,7 +248,7 @@ class Scratch:
         ints = max(state.STRIP * rows * dim, groups * team * padded) // 2 + 64
         gather = rows * (dim + groups * lanes + lanes) + state.APART
         weights = (blocks + 1) * rows * padded + 64
-        self.room = np.array((width, weights, floats, ints, gather))
+        self.room = (width, weights, floats, ints, gather)
         """Lengths of rows: statistics, weights, floats, ints, accumulators."""
         f, d, u, i = np.float32, np.float64, np.uint8, np.int64
         sizes: tuple[tuple[int, Any], ...] = (
@@ -237,9 +261,11 @@ class Scratch:
             (items * (rows * dim + state.APART), d), (items * state.APART, i), (items * state.APART, f),
         )  # fmt: skip
         self.arrays = [aligned(np.zeros, count * np.dtype(kind).itemsize).view(kind) for count, kind in sizes]
-        self.addresses = np.array([array.ctypes.data for array in self.arrays])
+        self.addresses = [array.ctypes.data for array in self.arrays]
         self.faults = self.arrays[7].reshape(-1, 2)
         self.nbytes = sum(array.nbytes for array in self.arrays)
+        self.number = next(_numbers)
+        """Never that of another one, as an address may be."""
 
 
 SHARED_BLOCKS = 256
@@ -248,10 +274,20 @@ KEPT = 4
 """Scratches a thread keeps: layers of several shapes and contexts may take turns."""
 
 
+class _Kept(threading.local):
+    """The scratches of a thread, by what they are for."""
+
+    def __init__(self) -> None:
+        self.scratches: dict[Any, Scratch] = {}
+
+
+_kept = _Kept()
+
+
 def _scratch(shape: state.Shape, slots: int, items: int, blocks: int) -> Scratch:
     """Return scratch of this thread for `blocks` blocks; its size depends on nothing that ran before."""
-    kept: dict[Any, Scratch] = _local.__dict__.setdefault("scratch", {})
     key = (shape, slots, items, room_for(blocks))
+    kept = _kept.scratches
     if key not in kept:
         kept[key] = Scratch(*key)
         if len(kept) > KEPT:

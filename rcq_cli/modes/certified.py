@@ -74,7 +74,7 @@ class CertifiedLayer:
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add the `[Hkv, D]` key and value of one token."""
-        self.cache.extend(key[:, None], value[:, None])
+        self.cache.append(key, value)
 
     def attend(self, query: Tensor) -> Step:
         """Return the output of `[Hq, D]` queries, certified within the budget or exact."""

@@ -38,7 +38,7 @@ class NaiveLayer:
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add the `[Hkv, D]` key and value of one token; a full block is encoded after its attention."""
-        self.cache.extend(key[:, None], value[:, None], seal=False)
+        self.cache.append(key, value, seal=False)
 
     def attend(self, query: Tensor) -> Step:
         """Return softmax attention of `[Hq, D]` queries on what the codes stand for."""

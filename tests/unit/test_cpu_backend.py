@@ -1,9 +1,12 @@
 """Backend `cpu` against float64 attention, the reference store and its own promises."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -397,6 +400,42 @@ def test_tier_one_is_small(dim: int, most: float) -> None:
     tail, centre, spectra = 2 * 32 * dim * 2, 4 * dim, 16
     assert held["device"] == blocks * (32 * record + 17) + tail + centre + spectra
     assert held["device"] <= most * held["dense_equivalent"]
+
+
+@pytest.mark.parametrize("first", ["total_bound", "exact", "blocks", "paged_bytes", "reported"])
+def test_a_certificate_is_whole_whatever_is_asked_for_first(first: str) -> None:
+    k, v = data("topics", 2, 600, 64, seed=3)
+    cache = LayerCache("certified", query_heads=4, kv_heads=2, head_dim=64, backend="cpu")
+    cache.prefill(k, v)
+    found = [cache.attend(torch.ones(4, 64)).certificate for _ in range(3)]
+    getattr(found[0], first)
+    for c in (copy.deepcopy(found[0]), pickle.loads(pickle.dumps(found[1])), replace(found[2], reported={})):
+        named = asdict(c)
+        bounds = [named.pop(f"{name}_bound") for name in ("key", "value", "dropped", "rounding", "total")]
+        assert torch.equal(sum(bounds[:4]), bounds[4])
+        kinds = {name: held.dtype for name, held in named.items() if isinstance(held, Tensor)}
+        assert kinds.pop("output_norm") is torch.float64
+        assert (kinds.pop("exact"), kinds.pop("rung")) == (torch.bool, torch.int8)
+        assert len(kinds) == 3
+        assert set(kinds.values()) == {torch.int32}
+        assert c.blocks == 18
+        assert c.reported == {}
+    assert not hasattr(found[0], "nonsense")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [16, 4096, 48, 40, 2**16 + 16])
+def test_numbers_that_are_not_finite_are_found_wherever_they_are(count: int, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    numbers = torch.full((count,), largest, dtype=dtype)
+    numbers[::2] = -largest
+    assert cpu.BACKEND.finite(numbers)
+    assert cpu.BACKEND.finite(numbers[::2])
+    for place in {*range(0, count, max(1, count // 64)), count - 1}:
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            spoilt = numbers.clone()
+            spoilt[place] = bad
+            assert not cpu.BACKEND.finite(spoilt)
 
 
 def test_auto_picks_this_backend_and_reasons_are_stated() -> None:
