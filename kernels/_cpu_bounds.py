@@ -325,7 +325,12 @@ def fill(table: Any, sums: Any) -> None:
 
 @plain
 def edge(top: int, j: int) -> float:
-    """Return what the costs of bucket `j` and of those after it are below, `top` being that of `spread`."""
+    """Return what the costs of bucket `j` and of those after it are below, `top` being that of `spread`.
+
+    The last bucket has no lower end: 0 for those behind it.
+    """
+    if j >= BUCKETS:
+        return np.float32(0)
     return as_float(np.uint32(min(max(top - (j << 20) + 1, 0), 0x7F800000)))
 
 
@@ -342,13 +347,62 @@ def split_at(table: Any, j: int, spectrum: float, away: float) -> float:
     return costs[j] + np.sqrt(spectrum * MARGIN * energies[j]) + away * moves[j]
 
 
+class Split(NamedTuple):
+    """A bound that treats blocks in two ways."""
+
+    bound: float
+    near: float
+    """Blocks that cost less are bounded together, through the spectral norm."""
+
+
 @plain
-def best_split(table: Any, spectrum: float, away: float) -> float:
-    """Return the smallest split."""
+def best_split(table: Any, top: int, spectrum: float, away: float) -> Split:
+    """Return the smallest split between buckets; `spread` returned `top`."""
     costs, energies, moves = rows_of(table)
-    least = np.inf
+    least, group = np.inf, 0
     for j in range(0, TABLE, LANES):
-        least = min(least, least_split(costs, energies, moves, j, spectrum * MARGIN, away))
+        found = least_split(costs, energies, moves, j, spectrum * MARGIN, away)
+        if found < least:
+            least, group = found, j
+    best = group
+    while best < group + LANES - 1 and not split_at(table, best, spectrum, away) <= least:
+        best += 1
+    return Split(least * MARGIN, edge(top, best))
+
+
+@merged
+def split_near(line: Line, width: int, near: float, spectrum: float, away: float) -> float:
+    """Return the smallest of four splits: at cost `near`, at half and at twice of it, and all blocks alone.
+
+    Without buckets, for blocks that are much like those for which `near` was best.
+    """
+    zero = splat(np.float32(0))
+    one, two, four = splat(np.float32(near)), splat(np.float32(near * 0.5)), splat(np.float32(near * 2))
+    costs = np.float64(0)
+    cost1 = cost2 = cost4 = energy1 = energy2 = energy4 = move1 = move2 = move4 = width * 1.3e-35
+    for start in range(0, width, SHORT_RUN):
+        cost = c1 = c2 = c4 = e1 = e2 = e4 = m1 = m2 = m4 = zero
+        for b in range(start, min(width, start + SHORT_RUN), LANES):
+            here, energy, move = load(line.cost, b), load(line.energy, b), load(line.move, b)
+            cost = add(cost, here)
+            c1, c2 = add(c1, pick_less(here, one, zero, here)), add(c2, pick_less(here, two, zero, here))
+            e1, e2 = add(e1, pick_less(here, one, energy, zero)), add(e2, pick_less(here, two, energy, zero))
+            m1, m2 = add(m1, pick_less(here, one, move, zero)), add(m2, pick_less(here, two, move, zero))
+            c4, e4 = add(c4, pick_less(here, four, zero, here)), add(e4, pick_less(here, four, energy, zero))
+            m4 = add(m4, pick_less(here, four, move, zero))
+        costs += total(cost)
+        cost1, cost2, cost4 = cost1 + total(c1), cost2 + total(c2), cost4 + total(c4)
+        energy1, energy2, energy4 = energy1 + total(e1), energy2 + total(e2), energy4 + total(e4)
+        move1, move2, move4 = move1 + total(m1), move2 + total(m2), move4 + total(m4)
+    inner, least = spectrum * MARGIN, np.inf
+    for bound in (
+        costs,
+        cost1 + np.sqrt(inner * energy1) + away * move1,
+        cost2 + np.sqrt(inner * energy2) + away * move2,
+        cost4 + np.sqrt(inner * energy4) + away * move4,
+    ):
+        if bound < least:  # NaN counts as infinite
+            least = bound
     return least * MARGIN
 
 
@@ -360,28 +414,31 @@ class Cut(NamedTuple):
     """Of those between, which are one bucket,"""
     part: float
     """this share."""
+    near: float
+    """Where the rest splits best."""
 
 
 @plain
-def cut_at(top: int, j: int, part: float) -> Cut:
+def cut_at(top: int, j: int, part: float, near: float) -> Cut:
     """Return the cut that goes through bucket `j`, or behind the last one."""
-    zero = np.float32(0)
-    return Cut(edge(top, j) if j < BUCKETS else zero, edge(top, j + 1) if j + 1 < BUCKETS else zero, part)
+    return Cut(edge(top, j), edge(top, j + 1), part, near)
 
 
 @plain
 def blocks_to_drop(table: Any, top: int, spectrum: float, away: float, target: float) -> Cut:
     """Return the fewest leading blocks without which the bound is at most `target`; it only steers."""
-    least, with_it = np.inf, 0.0
+    least, with_it, best = np.inf, 0.0, BUCKETS
     for j in range(BUCKETS, -1, -1):
-        least = min(least, split_at(table, j, spectrum, away))
+        found = split_at(table, j, spectrum, away)
+        if found < least:
+            least, best = found, j
         bound = (least - table[j]) * MARGIN
         if not bound <= target:
             # between this bucket's first and last block; the spectral part falls slower than in proportion
             share = (bound - target) / (bound - with_it) if bound < np.inf and bound > with_it else 1.0
-            return cut_at(top, j, min(1.0, share * (2 - share)))
+            return cut_at(top, j, min(1.0, share * (2 - share)), edge(top, best))
         with_it = bound
-    return cut_at(top, 0, 0.0)
+    return cut_at(top, 0, 0.0, edge(top, best))
 
 
 @merged
@@ -435,15 +492,14 @@ def key_bound(
     width: int,
     weight: float,
     sums: KeySums,
-    table: Any,
-    spectrum: float,
-    away: float,
+    split: float,
     radius: float,
     errors: Errors,
 ) -> float:
     """Return the bound on the key error, of theory section 5 with all blocks in A.
 
-    The last members of the minimum, 2 * radius * TV, are finite whatever the score errors.
+    `split` is that of blocks with coded keys. The last members of the minimum, 2 * radius * TV, are finite
+    whatever the score errors.
     """
     variation = min(sums.moved, np.tanh(sums.widest / 2)) + sums.flushed / sums.low
     known = sums.widest < WIDEST and sums.moved < HOPELESS / 10 and sums.low > 0
@@ -451,5 +507,5 @@ def key_bound(
         variation = min(1.0, variation, variation_around(line, slot, width, weight, sums, errors)) * MARGIN
     variation = min(1.0, variation) if known and variation >= 0 else 1.0
     bound = 2 * radius * variation * MARGIN
-    split = (best_split(table, spectrum, away) + sums.fixed * MARGIN) / sums.low
+    split = (split + sums.fixed * MARGIN) / sums.low
     return split if known and split < bound else bound

@@ -7,11 +7,12 @@ import numpy as np
 from rcq_cli.kernels._cpu_bounds import EXACT_RUN, RUN, WEIGHT_STEPS
 from rcq_cli.kernels._cpu_integer import TEAM, TILE
 from rcq_cli.kernels._cpu_promote import ask_for, sound
-from rcq_cli.kernels._cpu_score import READERS, item_bytes
+from rcq_cli.kernels._cpu_score import item_bytes
 from rcq_cli.kernels._cpu_state import READ_CODES, READ_ORIGINALS, Item, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_values import SCALE_ASKS, mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
     LANES,
+    ORIGINALS,
     add,
     add_to_doubles,
     fma,
@@ -158,7 +159,9 @@ def _exact_values(name: str, read: Any, item_size: int) -> Any:
     return variant(gather, name)
 
 
-_values_single, _values_bfloat, _values_half = (_exact_values(*reader) for reader in READERS)
+_values_single, _values_bfloat, _values_half = (
+    _exact_values(kind.name, kind.load, kind.bytes) for kind in ORIGINALS
+)
 
 
 @plain

@@ -6,6 +6,7 @@ import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import (
     Cut,
+    Split,
     best_split,
     blocks_to_drop,
     count_ones,
@@ -19,6 +20,7 @@ from rcq_cli.kernels._cpu_bounds import (
     rows_of,
     skip_terms,
     skipped_weight,
+    split_near,
     spread,
     value_terms,
     whole_weight,
@@ -35,6 +37,9 @@ from rcq_cli.kernels._cpu_state import (
     KEY_BOUND,
     KEY_WANTED,
     KEYS_USED,
+    NEAR_KEY,
+    NEAR_SKIP,
+    NEAR_VALUE,
     NORM,
     PAGED,
     PLAN_AWAY,
@@ -186,7 +191,7 @@ def guess(
     enough = GLANCE_PART * costs[BUCKETS]
     while j < BUCKETS and counts[0] - counts[j + 1] <= GLANCE and costs[j] < enough:
         j += 1
-    cut, left = cut_at(top, j, 0.0), GLANCE if costs[j] < enough else 0
+    cut, left = cut_at(top, j, 0.0, 0.0), GLANCE if costs[j] < enough else 0
     for b in range(turn.blocks):
         slot.reads[b] = READ_ORIGINALS * slot.pins[b]
     slot.reads[turn.blocks] = READ_ORIGINALS
@@ -255,10 +260,11 @@ def choose_values(
     plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
     spectrum, tokens = lambda_of(shape, tiers.residual_parts, h), turn.blocks * shape.block + turn.tail
     plan[PLAN_LEFT] = plan[PLAN_LIMIT] - rounding_bound(shape, sums, plan[PLAN_NORM], weight, tokens)
-    plan[PLAN_VALUE] = best_split(slot.table, spectrum, 0.0)
+    plan[PLAN_VALUE], plan[NEAR_VALUE] = best_split(slot.table, top, spectrum, 0.0)
     if not turn.rounds or plan[PLAN_VALUE] <= VALUE_PART * plan[PLAN_LEFT]:
         return False
     cut, spare = blocks_to_drop(slot.table, top, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
+    plan[NEAR_VALUE] = cut.near
     for b in range(turn.blocks):
         if not line.value_coded[b] > 0 or not line.cost[b] > 0:
             continue
@@ -274,18 +280,18 @@ def choose_values(
 @merged
 def skip_blocks(
     turn: Turn, line: Line, slot: Slot, width: int, weight: float, spectrum: float, allowance: float
-) -> float:
+) -> Split:
     """Let c0 stand for the values of blocks as long as that costs at most `allowance`.
 
-    Returns what it is planned to cost.
+    Returns what it is planned to cost, and where that splits best.
     """
     for b in range(turn.blocks):
         line.keep[b] = np.float32(1) - line.value_coded[b]
     skip_terms(line, slot, width, weight)
     top = spread(line, width, slot.table)
-    cost = best_split(slot.table, spectrum, 0.0)
-    if cost <= allowance:
-        return cost
+    split = best_split(slot.table, top, spectrum, 0.0)
+    if split.bound <= allowance:
+        return split
     cut, spare = blocks_to_drop(slot.table, top, spectrum, 0.0, allowance), 1.0
     high, one, zero = splat(cut.high), splat(np.float32(1)), splat(np.float32(0))
     for first in range(0, width, LANES):
@@ -300,7 +306,7 @@ def skip_blocks(
             leads, spare = leading(cut, line.cost[b], spare)
             if leads:
                 line.keep[b] = np.float32(1)
-    return allowance
+    return Split(allowance, cut.near)
 
 
 @merged
@@ -314,20 +320,24 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     weight, away = whole_weight(line, width), plan[PLAN_AWAY]
     if promoted:  # by any row: this one reads the originals too
         value_terms(line, slot, width, weight, 0.0)
-        spread(line, width, slot.table)
-        plan[PLAN_VALUE] = best_split(slot.table, lambda_of(shape, tiers.residual_parts, h), 0.0)
+        residual = lambda_of(shape, tiers.residual_parts, h)
+        plan[PLAN_VALUE] = split_near(line, width, plan[NEAR_VALUE], residual, 0.0)
     left = plan[PLAN_LEFT] - plan[PLAN_VALUE]
     if turn.skip:
         allowance = max(0.0, min(left, plan[PLAN_LIMIT])) * SKIP_PART
-        left -= skip_blocks(turn, line, slot, width, weight, spectrum, allowance)
+        skipped = skip_blocks(turn, line, slot, width, weight, spectrum, allowance)
+        left, plan[NEAR_SKIP] = left - skipped.bound, skipped.near
     sums = key_terms(line, slot, width, weight, away, shape.block, errors_of(shape, tiers, row))
     top = spread(line, width, slot.table)
     # where values or rounding leave nothing, promoting every key would not help: the next round knows the
     # output, and a head that reads one token is certified by it
     target = max(left * sums.low - sums.fixed, KEY_FLOOR * plan[PLAN_LIMIT] * sums.low)
-    if not turn.rounds or best_split(slot.table, spectrum, away) <= target:
+    split = best_split(slot.table, top, spectrum, away)
+    plan[NEAR_KEY] = split.near
+    if not turn.rounds or split.bound <= target:
         return
     cut, spare = blocks_to_drop(slot.table, top, spectrum, away, target), 1.0
+    plan[NEAR_KEY] = cut.near
     for first in range(0, turn.blocks, LANES):
         if highest(load(line.cost, first)) < cut.low:
             continue
@@ -433,7 +443,7 @@ def judge(
 ) -> bool:
     """Store the output of row `r` with its bounds; return whether they meet the budget."""
     row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
-    plan, table, fields = ahead(tiers.plans, row * PLANS), slot.table, tiers.fields
+    plan, fields = ahead(tiers.plans, row * PLANS), tiers.fields
     stored, heads = store_row(shape, tiers, h, r), shape.heads * shape.group
     column = h * shape.group + r
     fields[NORM * heads + column] = stored.norm
@@ -442,19 +452,16 @@ def judge(
     tokens = turn.blocks * shape.block + turn.tail
     value_sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
     rounding = rounding_bound(shape, value_sums, plan[PLAN_NORM], weight, tokens) + stored.error
-    spread(line, width, table)
-    value = best_split(table, lambda_of(shape, tiers.residual_parts, h), 0.0)
+    value = split_near(line, width, plan[NEAR_VALUE], lambda_of(shape, tiers.residual_parts, h), 0.0)
     spectrum, skipped = lambda_of(shape, tiers.value_parts, h), 0.0
     if turn.skip:
         skip_terms(line, slot, width, weight)
-        spread(line, width, table)
-        skipped = best_split(table, spectrum, 0.0)
+        skipped = split_near(line, width, plan[NEAR_SKIP], spectrum, 0.0)
     away = (plan[PLAN_AWAY] + value + skipped + rounding) * MARGIN
     errors = errors_of(shape, tiers, row)
     sums = key_terms(line, slot, width, weight, away, shape.block, errors)
-    spread(line, width, table)
-    radius = largest_of(slot.radius, width)
-    key = key_bound(line, slot, width, weight, sums, table, spectrum, away, radius, errors)
+    split, radius = split_near(line, width, plan[NEAR_KEY], spectrum, away), largest_of(slot.radius, width)
+    key = key_bound(line, slot, width, weight, sums, split, radius, errors)
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)
     plan[PLAN_NORM] = stored.norm
     fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = key, skipped

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import FLUSHED, WIDEST
+from rcq_cli.kernels._cpu_exact import exact_scores
 from rcq_cli.kernels._cpu_integer import LINE, TEAM, hash_words
 from rcq_cli.kernels._cpu_score import (
     DELTAS,
@@ -12,7 +13,6 @@ from rcq_cli.kernels._cpu_score import (
     LOW,
     as_scores,
     bound_scores,
-    exact_scores,
     fold_queries,
     item_bytes,
     meta_of,

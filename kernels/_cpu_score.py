@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from rcq_cli.kernels._cpu_exact import exact_scores
 from rcq_cli.kernels._cpu_integer import FOLD_ASKS, LINE, SPAN, TEAM, TILE, dots_kernel, fold_kernel
 from rcq_cli.kernels._cpu_state import NOTES, STATS, STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
@@ -386,78 +387,6 @@ def note_overflow(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, fi
             ):
                 tiers.failed[h * shape.rows + r] = 1
             b += 1
-
-
-def _exact_scores(name: str, read: Any, item: int) -> Any:
-
-    def exact(
-        shape: Shape, tiers: Store, source: Any, at: int, tokens: int, h: int, low: int, high: int,
-        scores: Any, to: int,
-    ) -> None:  # fmt: skip
-        """Score `tokens` originals of `item` bytes a number, read by `read`."""
-        dim, padded, query, size = shape.dim, shape.padded, tiers.query, shape.dim * item
-        for t in range(0, tokens, 2):  # two tokens at a time; an odd last one twice
-            other = min(t + 1, tokens - 1)
-            x_at, y_at, r, place = at + t * size, at + other * size, low, to + low * padded
-            while r + TEAM <= high:
-                q = (h * shape.rows + r) * dim
-                one = two = three = four = splat(np.float32(0))
-                five = six = seven = eight = one
-                for c in range(0, dim, TILE):
-                    for n in range(c, c + TILE, LANES):
-                        x, y, a = (
-                            read(source, x_at + item * n),
-                            read(source, y_at + item * n),
-                            load(query, q + n),
-                        )
-                        one, two, a = fma(a, x, one), fma(a, y, two), load(query, q + dim + n)
-                        three, four, a = fma(a, x, three), fma(a, y, four), load(query, q + 2 * dim + n)
-                        five, six, a = fma(a, x, five), fma(a, y, six), load(query, q + 3 * dim + n)
-                        seven, eight = fma(a, x, seven), fma(a, y, eight)
-                store_sums(scores, place + t, padded, one, three, five, seven)
-                store_sums(scores, place + other, padded, two, four, six, eight)
-                r, place = r + TEAM, place + TEAM * padded
-            while r < high:
-                q = (h * shape.rows + r) * dim
-                one = two = splat(np.float32(0))
-                for c in range(0, dim, LANES):
-                    a = load(query, q + c)
-                    one = fma(a, read(source, x_at + item * c), one)
-                    two = fma(a, read(source, y_at + item * c), two)
-                scores[place + t], scores[place + other] = total(one), total(two)
-                r, place = r + 1, place + padded
-
-    return variant(exact, name)
-
-
-READERS = (("float32", load, 4), ("bfloat16", load_bfloat, 2), ("float16", load_half, 2))
-"""Name of each kind of originals, how they are read, and the bytes of one number."""
-_exact_single, _exact_bfloat, _exact_half = (_exact_scores(*reader) for reader in READERS)
-
-
-@plain
-def exact_scores(
-    shape: Shape, tiers: Store, source: Any, at: int, tokens: int, h: int, low: int, high: int, scores: Any,
-    to: int,
-) -> bool:  # fmt: skip
-    """Score `tokens` originals at byte `at` for rows `low` to `high`: `scores[to + row * P + token]`.
-
-    Returns whether all are finite.
-    """
-    if shape.kind == 0:
-        _exact_single(shape, tiers, source, at, tokens, h, low, high, scores, to)
-    elif shape.kind == 1:
-        _exact_bfloat(shape, tiers, source, at, tokens, h, low, high, scores, to)
-    else:
-        _exact_half(shape, tiers, source, at, tokens, h, low, high, scores, to)
-    bad, top = splat(np.float32(0)), splat(np.float32(1e37))
-    zero, one = bad, splat(np.float32(1))
-    for r in range(to + low * shape.padded, to + high * shape.padded, shape.padded):
-        for t in range(r + tokens, r + shape.padded):
-            scores[t] = np.float32(0)
-        for t in range(r, r + shape.padded, LANES):  # NaN is not below anything
-            bad = larger(bad, pick_less(size(load(scores, t)), top, zero, one))
-    return highest(bad) == 0
 
 
 @plain

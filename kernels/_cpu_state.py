@@ -133,7 +133,7 @@ class Store(NamedTuple):
     """uint8 `[Hkv, rows]`: not yet within the budget."""
     plans: Any
     """float64 `[Hkv, rows, PLANS]`: norm of the output, its distance from c0, limit, what is left, care,
-    bound of the values."""
+    bound of the values, and where the bounds of values, skipped blocks and keys split best."""
     outputs: Any
     """float64 `[Hkv, rows, D]`"""
     faults: Any
@@ -237,7 +237,10 @@ class Line(NamedTuple):
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Shape.kind` by dtype."""
 STATS, NOTES, MARKS = len(Line._fields), 8, 3
-PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, PLANS = range(7)
+(
+    PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, NEAR_VALUE, NEAR_SKIP, NEAR_KEY,
+    PLANS,
+) = range(10)  # fmt: skip
 KEY_WANTED, VALUE_WANTED = 1, 2
 READ_CODES, READ_ORIGINALS = 1, 2
 (

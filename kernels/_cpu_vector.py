@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -199,19 +199,27 @@ def address(builder: Any, pointer: Any, index: Any, pointee: ir.Type) -> Any:
     return builder.bitcast(builder.gep(pointer, [index]), pointee.as_pointer())
 
 
-def _reader(stored: ir.Type, widen: Callable[..., Any]) -> Any:
-    """Return `read(pointer, index)`: LANES numbers of type `stored` from that element on, as floats."""
+def _read_as(stored: ir.Type, widen: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what writes the instructions that read LANES numbers of type `stored` as floats."""
 
-    def read(typing: Any, pointer: Any, index: Any) -> Any:
+    def read(builder: Any, pointer: Any, index: Any) -> Any:
+        where = address(builder, pointer, index, ir.VectorType(stored, LANES))
+        return widen(builder, builder.load(where, align=1))
+
+    return read
+
+
+def _reader(read: Callable[..., Any]) -> Any:
+    """Return `load(pointer, index)`: LANES numbers from that element on, as floats."""
+
+    def load(typing: Any, pointer: Any, index: Any) -> Any:
 
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            pointee = ir.VectorType(stored, LANES)
-            where = address(builder, *values, pointee)
-            return widen(builder, builder.load(where, align=1))
+            return read(builder, *values)
 
         return FLOATS(pointer, i64), code
 
-    return intrinsic(read)
+    return intrinsic(load)
 
 
 def _writer(stored: ir.Type, narrow: Callable[..., Any]) -> Any:
@@ -327,10 +335,30 @@ def _exponential(builder: Any, x: Any) -> Any:
 
 _POWERS = [float(np.log(2.0) ** k / np.prod(np.arange(1.0, k + 1))) for k in range(7)]
 
-load = _reader(_f32, lambda b, x: x)
-load_int = _reader(_i32, lambda b, x: b.sitofp(x, FLOAT_LANES))
-load_half = _reader(_f16, lambda b, x: b.fpext(x, FLOAT_LANES))
-load_bfloat = _reader(_i16, _widen_bfloat)
+
+class Original(NamedTuple):
+    """A kind of originals, at its place in ORIGINALS: `Shape.kind`."""
+
+    name: str
+    bytes: int
+    """Of one number."""
+    load: Any
+    """The intrinsic that reads LANES of them as floats, at an index that counts numbers of its pointer."""
+    read: Callable[..., Any]
+    """What writes the same in instructions: `read(builder, pointer, index)`."""
+
+
+def _original(name: str, width: int, read: Callable[..., Any]) -> Original:
+    return Original(name, width, _reader(read), read)
+
+
+ORIGINALS = (
+    _original("float32", 4, _read_as(_f32, lambda b, x: x)),
+    _original("bfloat16", 2, _read_as(_i16, _widen_bfloat)),
+    _original("float16", 2, _read_as(_f16, lambda b, x: b.fpext(x, FLOAT_LANES))),
+)
+load, load_bfloat, load_half = (kind.load for kind in ORIGINALS)
+load_int = _reader(_read_as(_i32, lambda b, x: b.sitofp(x, FLOAT_LANES)))
 store = _writer(_f32, lambda b, x: x)
 splat = _op(FLOATS, (f32,), splat_of)
 add = _op(FLOATS, (FLOATS, FLOATS), add_of)

@@ -21,8 +21,7 @@ def split(rows: int, width: int, table: int, spectrum: float, away: float) -> fl
     cost = floats_at(rows)
     energy, move = ahead(cost, width), ahead(cost, 2 * width)
     line = Line(cost, cost, cost, cost, cost, cost, cost, move, energy, cost, cost, cost, cost, cost)
-    spread(line, width, doubles_at(table))
-    return best_split(doubles_at(table), spectrum, away)
+    return best_split(doubles_at(table), spread(line, width, doubles_at(table)), spectrum, away).bound
 
 
 def by_buckets(rows: np.ndarray, spectrum: float, away: float) -> float:
