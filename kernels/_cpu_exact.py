@@ -9,8 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rcq_cli.kernels._cpu_integer import TEAM, accumulators
-from rcq_cli.kernels._cpu_state import Shape, Store
+from rcq_cli.kernels._cpu_integer import accumulators
+from rcq_cli.kernels._cpu_state import TEAM, Shape, Store
 from rcq_cli.kernels._cpu_vector import (
     FLOAT_LANES,
     LANES,
@@ -78,7 +78,7 @@ def _products_kernel(team: int, kind: Original) -> Any:
 
 
 def _scorer(kind: Original) -> Any:
-    one, team = (_products_kernel(rows, kind) for rows in (1, TEAM))
+    one, two, three, four = (_products_kernel(team, kind) for team in range(1, TEAM + 1))
     item = kind.bytes
 
     def score(
@@ -90,15 +90,16 @@ def _scorer(kind: Original) -> Any:
         for t in range(0, tokens, TOKENS):
             a, b = at + t * size, at + min(t + 1, last) * size
             c, d = at + min(t + 2, last) * size, at + min(t + 3, last) * size
-            r = low
-            while r + TEAM <= high:
-                first, place = (h * shape.rows + r) * dim, to + r * padded + t
-                team(source, a, b, c, d, query, first, dim, scores, place, padded)
-                r += TEAM
-            while r < high:
-                first, place = (h * shape.rows + r) * dim, to + r * padded + t
-                one(source, a, b, c, d, query, first, dim, scores, place, padded)
-                r += 1
+            for r in range(low, high, TEAM):
+                first, place, team = (h * shape.group + r) * dim, to + r * padded + t, high - r
+                if team == 1:
+                    one(source, a, b, c, d, query, first, dim, scores, place, padded)
+                elif team == 2:
+                    two(source, a, b, c, d, query, first, dim, scores, place, padded)
+                elif team == 3:
+                    three(source, a, b, c, d, query, first, dim, scores, place, padded)
+                else:
+                    four(source, a, b, c, d, query, first, dim, scores, place, padded)
 
     return variant(score, kind.name)
 

@@ -5,10 +5,20 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import EXACT_RUN, RUN, WEIGHT_STEPS
-from rcq_cli.kernels._cpu_integer import TEAM, TILE
+from rcq_cli.kernels._cpu_integer import TILE
 from rcq_cli.kernels._cpu_promote import ask_for, sound
 from rcq_cli.kernels._cpu_score import item_bytes
-from rcq_cli.kernels._cpu_state import READ_CODES, READ_ORIGINALS, Item, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_state import (
+    READ_CODES,
+    READ_ORIGINALS,
+    TEAM,
+    Item,
+    Shape,
+    Slot,
+    Store,
+    Turn,
+    line_of,
+)
 from rcq_cli.kernels._cpu_values import SCALE_ASKS, mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
     LANES,
@@ -73,7 +83,7 @@ def _coded_values(team: int) -> Any:
     return variant(gather, str(team), merged)
 
 
-_gather1, _gather2, _gather4 = (_coded_values(team) for team in (1, 2, TEAM))
+_gather1, _gather2, _gather3, _gather4 = (_coded_values(team) for team in range(1, TEAM + 1))
 
 
 @merged
@@ -82,18 +92,20 @@ def gather_coded(
 ) -> None:
     """Add coded block `b` for the first `count` rows in `item.rows`; `later` is needed after the next."""
     wide = shape.groups * LANES
-    for i in range(TEAM):  # a spare member adds nothing to a row that is there anyway
-        r = item.rows[i if i < count else 0]
-        item.to[i], item.places[i] = (b * shape.rows + r) * shape.padded, r * shape.dim
-        item.offsets[i] = shape.rows * shape.dim + r * wide
-        item.lows[i] = shape.rows * (shape.dim + wide) + r * LANES
-        item.factors[i] = line_of(turn, slot, r).factor[b] if i < count else np.float32(0)
+    for i in range(count):
+        r = item.rows[i]
+        item.to[i], item.places[i] = (b * shape.group + r) * shape.padded, r * shape.dim
+        item.offsets[i] = shape.group * shape.dim + r * wide
+        item.lows[i] = shape.group * (shape.dim + wide) + r * LANES
+        item.factors[i] = line_of(turn, slot, r).factor[b]
     at, step = h * turn.value_pitch + b * shape.value_bytes, np.float64(slot.step[b])
     further = (later - b) * shape.value_bytes
     if count == 1:
         _gather1(shape, tiers.values, at, step, further, slot.weights, item)
     elif count == 2:
         _gather2(shape, tiers.values, at, step, further, slot.weights, item)
+    elif count == 3:
+        _gather3(shape, tiers.values, at, step, further, slot.weights, item)
     else:
         _gather4(shape, tiers.values, at, step, further, slot.weights, item)
 
@@ -175,7 +187,7 @@ def gather_exact(
         rows[i] = r
         factor = line_of(turn, slot, r).factor[b] if i < count else np.float32(0)
         for t in range(0, shape.padded, LANES):
-            weight = load(slot.weights, (b * shape.rows + r) * shape.padded + t)
+            weight = load(slot.weights, (b * shape.group + r) * shape.padded + t)
             store(floats, i * shape.padded + t, mul(weight, splat(np.float32(factor))))
     if shape.kind == 0:
         _values_single(shape, source, at, tokens, item, count)
@@ -189,7 +201,7 @@ def gather_exact(
 def clear(shape: Shape, item: Item, low: int, high: int) -> None:
     """Set the float32 accumulators of the rows `low` to `high` to 0."""
     dim, wide, zero = shape.dim, shape.groups * LANES, splat(np.float32(0))
-    offsets, lows = shape.rows * dim, shape.rows * (dim + wide)
+    offsets, lows = shape.group * dim, shape.group * (dim + wide)
     for c in range(low * dim, high * dim, LANES):
         store(item.gathered, c, zero)
     for c in range(offsets + low * wide, offsets + high * wide, LANES):
@@ -202,11 +214,11 @@ def clear(shape: Shape, item: Item, low: int, high: int) -> None:
 def flush(shape: Shape, item: Item, first: int, end: int) -> None:
     """Move the float32 accumulators of the rows `first` to `end` into the float64 sums."""
     dim, groups, gathered, chunk = shape.dim, shape.groups, item.gathered, shape.dim // shape.groups
-    lows = shape.rows * (dim + groups * LANES)
+    lows = shape.group * (dim + groups * LANES)
     for r in range(first, end):
         low = np.float64(total(load(gathered, lows + r * LANES)))
         for g in range(groups):
-            offset = low + np.float64(total(load(gathered, shape.rows * dim + (r * groups + g) * LANES)))
+            offset = low + np.float64(total(load(gathered, shape.group * dim + (r * groups + g) * LANES)))
             for c in range(r * dim + g * chunk, r * dim + (g + 1) * chunk, LANES):
                 add_to_doubles(item.sums, c, load(gathered, c), offset)
     clear(shape, item, first, end)
@@ -224,7 +236,7 @@ def list_rows(
     count = 0
     for r in range(first, min(first + TEAM, shape.group)):
         line = line_of(turn, slot, r)
-        wanted = r == only or (only < 0 and tiers.todo[h * shape.rows + r] != 0)
+        wanted = r == only or (only < 0 and tiers.todo[h * shape.group + r] != 0)
         if wanted and line.keep[b] > 0 and line.factor[b] > 0 and line.value_coded[b] == coded:
             item.rows[count] = r
             count += 1
@@ -236,7 +248,7 @@ def add_coded(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, later: int, only: int
 ) -> None:
     """Add codes of block `b` to the rows that read them; `later` is needed after the next block."""
-    for first in range(0, shape.rows, TEAM):
+    for first in range(0, shape.group, TEAM):
         count = list_rows(shape, turn, tiers, item, slot, h, b, first, only, np.float32(1))
         if count:
             gather_coded(shape, turn, tiers, item, slot, h, b, later, count)
@@ -257,7 +269,7 @@ def add_exact(
         sound(shape, turn, tiers, h, b, 1, ahead)
     elif after < turn.blocks:
         ask_for(shape, turn, tiers.original_values, h, after)
-    for first in range(0, shape.rows, TEAM):
+    for first in range(0, shape.group, TEAM):
         count = list_rows(shape, turn, tiers, item, slot, h, b, first, only, np.float32(0))
         if count == 0:
             continue

@@ -34,8 +34,6 @@ TILE = 16
 """Tokens that blocks are padded to, and channels that the kernel of values takes at a time."""
 SPAN = 2 * LANES
 """Tokens that the kernel of scores takes at a time, TILE where no whole number of these fits."""
-TEAM = 4
-"""Query heads that share one read of the codes."""
 LINE = 64
 """Bytes of a cache line."""
 FOLD_ASKS = 12

@@ -10,14 +10,12 @@ from rcq_cli.kernels._cpu_bounds import (
     best_split,
     blocks_to_drop,
     count_ones,
-    cut_at,
     errors_of,
     key_bound,
     key_terms,
     largest_of,
     normalise,
     rounding_bound,
-    rows_of,
     skip_terms,
     skipped_weight,
     split_near,
@@ -25,12 +23,11 @@ from rcq_cli.kernels._cpu_bounds import (
     value_terms,
     whole_weight,
 )
-from rcq_cli.kernels._cpu_gather import next_read, sum_reads
+from rcq_cli.kernels._cpu_gather import sum_reads
 from rcq_cli.kernels._cpu_promote import ask_for, exact_delta, explore, promote_keys
 from rcq_cli.kernels._cpu_score import LOW, MARGIN, item_bytes
 from rcq_cli.kernels._cpu_state import (
     APART,
-    BUCKETS,
     DROPPED_BOUND,
     EXACT,
     FIELDS,
@@ -71,26 +68,30 @@ from rcq_cli.kernels._cpu_state import (
 )
 from rcq_cli.kernels._cpu_vector import (
     LANES,
+    add,
     ahead,
     bfloat,
     bits,
     half,
     half_bits,
     highest,
+    larger,
     load,
     loose,
     merged,
+    mul,
     pick_less,
     plain,
     put_float,
     put_short,
     splat,
     store,
+    total,
 )
 
-GLANCE, GLANCE_PART = 8, 0.98
+GLANCE, GLANCE_PART, GLANCE_SURE = 8, 0.98, 0.05
 """Heaviest blocks read to guess the output before anything is skipped or promoted, fewer where they have this
-share of all that counts."""
+share of the weight; and the share of what is not read from which on it may matter what that is like."""
 CARE = 0.93
 """Share of the budget that a plan may use, to the power of the round."""
 VALUE_PART, VALUE_TARGET, SKIP_PART = 0.5, 0.45, 0.2
@@ -113,7 +114,7 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
         for column in range(h * shape.group, (h + 1) * shape.group):
             tiers.fields[field * shape.heads * shape.group + column] = 0.0
     ones = splat(one)
-    for r in range(shape.rows):
+    for r in range(shape.group):
         line = line_of(turn, slot, r)
         for b in range(0, width, LANES):
             store(line.keep, b, ones)
@@ -179,37 +180,100 @@ def settle(tiers: Store, row: int, dim: int, weight: float, missing: float, cent
 
 
 @merged
-def guess(
-    shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int, weight: float, top: int
-) -> None:
-    """Guess the output of row `r` from its heaviest blocks and c0 for the rest; only steers.
+def heaviest(line: Line, width: int) -> tuple[float, float, int]:
+    """Return the share from which on blocks are read for a guess, that from which on some are, and how many.
 
-    Expects `spread` of the value terms, whose `move` counts blocks; it returned `top`.
+    Pinned blocks do not count; classes of shares stand in for an order.
     """
-    line, row, dim, j = line_of(turn, slot, r), h * shape.rows + r, shape.dim, 0
-    costs, _, counts = rows_of(slot.table)
-    enough = GLANCE_PART * costs[BUCKETS]
-    while j < BUCKETS and counts[0] - counts[j + 1] <= GLANCE and costs[j] < enough:
-        j += 1
-    cut, left = cut_at(top, j, 0.0, 0.0), GLANCE if costs[j] < enough else 0
-    for b in range(turn.blocks):
-        slot.reads[b] = READ_ORIGINALS * slot.pins[b]
-    slot.reads[turn.blocks] = READ_ORIGINALS
+    zero, one, top, whole = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(0)), np.float64(0)
+    for b in range(0, width, LANES):
+        top = larger(mul(load(line.share, b), load(line.value_coded, b)), top)
+    most = np.float64(highest(top))
+    edges = np.float32(0.75 * most), np.float32(0.5 * most), np.float32(0.25 * most), np.float32(most / 16)
+    first, second, third, fourth = splat(edges[0]), splat(edges[1]), splat(edges[2]), splat(edges[3])
+    count1 = count2 = count3 = count4 = sum1 = sum2 = sum3 = sum4 = every = zero
+    for b in range(0, width, LANES):
+        here = mul(load(line.share, b), load(line.value_coded, b))
+        count1 = add(count1, pick_less(here, first, zero, one))
+        count2 = add(count2, pick_less(here, second, zero, one))
+        count3 = add(count3, pick_less(here, third, zero, one))
+        count4 = add(count4, pick_less(here, fourth, zero, one))
+        sum1 = add(sum1, pick_less(here, first, zero, here))
+        sum2 = add(sum2, pick_less(here, second, zero, here))
+        sum3 = add(sum3, pick_less(here, third, zero, here))
+        sum4 = add(sum4, pick_less(here, fourth, zero, here))
+        every = add(every, here)
+    counts = total(count1), total(count2), total(count3), total(count4)
+    sums = total(sum1), total(sum2), total(sum3), total(sum4)
+    whole, high, left = GLANCE_PART * total(every), np.float32(np.inf), GLANCE
+    for i in range(4):
+        if counts[i] > GLANCE:
+            return high, edges[i], left
+        high, left = edges[i], GLANCE - np.int64(counts[i])
+        if sums[i] >= whole:
+            break
+    return high, high, 0
+
+
+@merged
+def guess(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int) -> None:
+    """Guess the output of row `r` from its pinned and its heaviest blocks; only steers."""
+    line, row, dim, end = line_of(turn, slot, r), h * shape.group + r, shape.dim, turn.blocks + 1
+    for b in range(end):
+        line.keep[b] = np.float32(1)
+    weight = normalise(line, used_width(turn.blocks))
+    high, low, left = heaviest(line, used_width(turn.blocks))
+    pinned, seen = np.float64(line.share[turn.blocks]), 0.0
     for first in range(0, turn.blocks, LANES):
-        if highest(load(line.cost, first)) < cut.low:
-            continue
+        some = highest(load(line.share, first)) >= low
         for b in range(first, min(first + LANES, turn.blocks)):
-            certain = line.cost[b] >= cut.high
-            if certain or (left > 0 and line.cost[b] >= cut.low):
-                left -= not certain
-                slot.reads[b] = np.uint8(1) << np.uint8(line.value_coded[b] == 0)
-    seen, end, either = 0.0, turn.blocks + 1, READ_CODES | READ_ORIGINALS
-    b = next_read(slot, 0, end, either)
-    while b < end:
-        seen, b = seen + np.float64(line.share[b]), next_read(slot, b + 1, end, either)
-    sum_reads(shape, turn, tiers, item, slot, h, 0, turn.blocks + 1, r)
-    missing = max(0.0, 1 - seen)
-    settle(tiers, row, dim, weight, missing, ahead(tiers.centre, h * dim), ahead(item.sums, r * dim))
+            slot.reads[b] = 0
+            if slot.pins[b]:
+                pinned += np.float64(line.share[b])
+            elif some and (line.share[b] >= high or (left > 0 and line.share[b] >= low)):
+                left -= not line.share[b] >= high
+                seen += np.float64(line.share[b])
+                slot.reads[b] = READ_CODES
+    slot.reads[turn.blocks] = 0
+    missing, apart = max(0.0, 1 - pinned - seen), ahead(tiers.outputs, row * dim)
+    mine, centre, sole = ahead(item.sums, r * dim), ahead(tiers.centre, h * dim), missing < GLANCE_SURE
+    for c in range(dim):
+        apart[c] = 0.0
+    if not sole:
+        sum_reads(shape, turn, tiers, item, slot, h, 0, end, r)
+        for c in range(dim):
+            apart[c] = mine[c]
+        for b in range(turn.blocks):
+            slot.reads[b] = 0
+    for b in range(turn.blocks):
+        if slot.pins[b]:
+            slot.reads[b] = READ_ORIGINALS
+    slot.reads[turn.blocks] = READ_ORIGINALS
+    sum_reads(shape, turn, tiers, item, slot, h, 0, end, r)
+    stretch = 0.0 if sole or seen == 0 else missing / seen
+    extrapolate(tiers, row, dim, weight, missing, stretch, centre, mine, apart)
+
+
+@loose
+def extrapolate(
+    tiers: Store, row: int, dim: int, weight: float, missing: float, stretch: float, centre: Any, fixed: Any,
+    read: Any,
+) -> None:  # fmt: skip
+    """Guess the output of `row`: sums over some blocks, over the heaviest of the others, and what is missing.
+
+    That may be like c0, or like those heaviest: then it is `stretch` times their sum. Plan for the smaller
+    output: what is promoted for a budget that turns out larger costs less than another round.
+    """
+    norm = away = other_norm = other_away = 0.0
+    for c in range(dim):
+        x, y = fixed[c] / weight, read[c] / weight
+        one, other = x + y + missing * centre[c], x + y * (1 + stretch)
+        norm, other_norm = norm + one * one, other_norm + other * other
+        away, other_away = away + (one - centre[c]) ** 2, other_away + (other - centre[c]) ** 2
+    if stretch > 0 and other_norm < norm:
+        norm, away = other_norm, other_away
+    tiers.plans[row * PLANS + PLAN_NORM] = np.sqrt(norm)
+    tiers.plans[row * PLANS + PLAN_AWAY] = np.sqrt(away)
 
 
 @plain
@@ -238,7 +302,6 @@ def choose_values(
     turn: Turn,
     limits: Limits,
     tiers: Store,
-    item: Item,
     slot: Slot,
     h: int,
     r: int,
@@ -248,15 +311,13 @@ def choose_values(
 
     Returns whether it needs any.
     """
-    row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
+    row, line, width = h * shape.group + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan = ahead(tiers.plans, row * PLANS)
+    weight = whole_weight(line, width) if first else normalise(line, width)
     for b in range(width):
         line.keep[b] = np.float32(1)
-    weight = normalise(line, width)
     sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
     top = spread(line, width, slot.table)
-    if first:
-        guess(shape, turn, tiers, item, slot, h, r, weight, top)
     plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
     spectrum, tokens = lambda_of(shape, tiers.residual_parts, h), turn.blocks * shape.block + turn.tail
     plan[PLAN_LEFT] = plan[PLAN_LIMIT] - rounding_bound(shape, sums, plan[PLAN_NORM], weight, tokens)
@@ -272,7 +333,7 @@ def choose_values(
         if leads:
             slot.flags[r * turn.width + b] |= VALUE_WANTED
             for other in range(shape.group):  # what one head reads, its group reads
-                if tiers.todo[h * shape.rows + other]:
+                if tiers.todo[h * shape.group + other]:
                     line_of(turn, slot, other).value_coded[b] = np.float32(0)
     return True
 
@@ -315,7 +376,7 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
 
     `promoted` says that values were promoted after the rows looked at theirs.
     """
-    row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
+    row, line, width = h * shape.group + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan, spectrum = ahead(tiers.plans, row * PLANS), lambda_of(shape, tiers.value_parts, h)
     weight, away = whole_weight(line, width), plan[PLAN_AWAY]
     if promoted:  # by any row: this one reads the originals too
@@ -355,7 +416,7 @@ def want_key(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int)
     """Mark the key of block `b` for promotion in every row to do, and plan with the error it will have."""
     slot.want_keys[b] = 1
     for r in range(shape.group):
-        row, line = h * shape.rows + r, line_of(turn, slot, r)
+        row, line = h * shape.group + r, line_of(turn, slot, r)
         if tiers.todo[row]:
             line.key_coded[b] = np.float32(0)
             line.delta[b] = line.rest[b] = exact_delta(tiers, slot, row, b)
@@ -377,7 +438,7 @@ def choose(
     """Plan round `number` of KV head `h`, what to skip and what to promote, and promote it."""
     width = used_width(turn.blocks)
     for r in range(shape.group):
-        row = h * shape.rows + r
+        row = h * shape.group + r
         tiers.plans[row * PLANS + PLAN_CARE] = CARE ** (number + 1)
         if tiers.failed[row]:
             tiers.todo[row] = 0
@@ -386,16 +447,19 @@ def choose(
             slot.want_keys[b] = 0
         promoted = False
         for r in range(shape.group):
-            if tiers.todo[h * shape.rows + r]:
-                promoted |= choose_values(shape, turn, limits, tiers, item, slot, h, r, number == 0)
+            if number == 0 and tiers.todo[h * shape.group + r]:
+                guess(shape, turn, tiers, item, slot, h, r)
         for r in range(shape.group):
-            if tiers.todo[h * shape.rows + r]:
+            if tiers.todo[h * shape.group + r]:
+                promoted |= choose_values(shape, turn, limits, tiers, slot, h, r, number == 0)
+        for r in range(shape.group):
+            if tiers.todo[h * shape.group + r]:
                 choose_keys(shape, turn, tiers, slot, h, r, promoted)
         promote_wanted(shape, turn, tiers, item, slot, h)
     for b in range(width):
         slot.reads[b] = 0
     for r in range(shape.group):
-        if tiers.todo[h * shape.rows + r]:
+        if tiers.todo[h * shape.group + r]:
             line = line_of(turn, slot, r)
             normalise(line, width)
             for b in range(turn.blocks + 1):
@@ -414,7 +478,7 @@ class Stored(NamedTuple):
 @merged
 def store_row(shape: Shape, tiers: Store, h: int, r: int) -> Stored:
     """Round the output of row `r` to the dtype of the cache."""
-    first, dim = (h * shape.rows + r) * shape.dim, shape.dim
+    first, dim = (h * shape.group + r) * shape.dim, shape.dim
     norm, error = 0.0, 0.0
     largest = 65504.0 if shape.kind == 2 else 3.3895313892515355e38
     at = (h * shape.group + r) * dim * item_bytes(shape)
@@ -442,7 +506,7 @@ def judge(
     shape: Shape, turn: Turn, limits: Limits, tiers: Store, slot: Slot, h: int, r: int, weight: float
 ) -> bool:
     """Store the output of row `r` with its bounds; return whether they meet the budget."""
-    row, line, width = h * shape.rows + r, line_of(turn, slot, r), used_width(turn.blocks)
+    row, line, width = h * shape.group + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan, fields = ahead(tiers.plans, row * PLANS), tiers.fields
     stored, heads = store_row(shape, tiers, h, r), shape.heads * shape.group
     column = h * shape.group + r
@@ -506,7 +570,7 @@ def finish(
     """
     left, dim, heads = 0, shape.dim, shape.heads * shape.group
     for r in range(shape.group):
-        row, column = h * shape.rows + r, EXACT * heads + h * shape.group + r
+        row, column = h * shape.group + r, EXACT * heads + h * shape.group + r
         if tiers.failed[row]:
             tiers.fields[column] = 1
         if not tiers.todo[row]:
@@ -514,7 +578,7 @@ def finish(
         mine = ahead(sums, r * dim)
         for part in range(1, turn.ranges):
             for c in range(dim):
-                mine[c] += mine[part * (shape.rows * dim + APART) + c]
+                mine[c] += mine[part * (shape.group * dim + APART) + c]
         line, width = line_of(turn, slot, r), used_width(turn.blocks)
         weight = whole_weight(line, width)
         missing = skipped_weight(line, width) / weight

@@ -6,7 +6,7 @@ import numpy as np
 
 from rcq_cli.kernels._cpu_bounds import FLUSHED, WIDEST
 from rcq_cli.kernels._cpu_exact import exact_scores
-from rcq_cli.kernels._cpu_integer import LINE, TEAM, hash_words
+from rcq_cli.kernels._cpu_integer import LINE, hash_words
 from rcq_cli.kernels._cpu_score import (
     DELTAS,
     EXP_SLACK,
@@ -19,7 +19,7 @@ from rcq_cli.kernels._cpu_score import (
     multiply,
     weigh,
 )
-from rcq_cli.kernels._cpu_state import NOTES, Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_state import NOTES, TEAM, Item, Limits, Shape, Slot, Store, Turn, line_of
 from rcq_cli.kernels._cpu_vector import (
     LANES,
     add,
@@ -91,13 +91,13 @@ def compare_scores(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, b: int, low: int, high: int
 ) -> None:
     """Score block `b` from codes and from the originals into `pads`; a difference above Delta is a fault."""
-    pads, padded, exact = item.pads, shape.padded, shape.rows * shape.padded
+    pads, padded, exact = item.pads, shape.padded, shape.group * shape.padded
     at = h * turn.key_pitch + b * shape.key_bytes
     source = h * turn.original_pitch + b * shape.block * shape.dim * item_bytes(shape)
     keys, block = tiers.original_keys, shape.block
     if not exact_scores(shape, tiers, keys, source, block, h, low, high, pads, exact):
         for r in range(low, high):
-            tiers.failed[h * shape.rows + r] = 1
+            tiers.failed[h * shape.group + r] = 1
         return
     if tiers.raw[h * turn.raw_pitch + b]:
         return
@@ -105,7 +105,7 @@ def compare_scores(
     fold_queries(shape, tiers, at, at, item, h, 0, low, high)
     multiply(shape, tiers, at, at, item, 0, low, high, pads, 0)
     for r in range(low, min(high, shape.group)):
-        row = h * shape.rows + r
+        row = h * shape.group + r
         if tiers.failed[row]:
             continue
         as_scores(shape, item, 0, r, pads, r * padded, padded)
@@ -164,13 +164,13 @@ def promote_keys(
     padded, block, pads, weights = shape.padded, shape.block, item.pads, slot.weights
     size = block * shape.dim * item_bytes(shape)
     at = h * turn.original_pitch + b * size
-    if not exact_scores(shape, tiers, tiers.original_keys, at, block, h, 0, shape.rows, pads, 0):
-        for r in range(shape.rows):
-            tiers.failed[h * shape.rows + r] = 1
+    if not exact_scores(shape, tiers, tiers.original_keys, at, block, h, 0, shape.group, pads, 0):
+        for r in range(shape.group):
+            tiers.failed[h * shape.group + r] = 1
         return
     for r in range(shape.group):
-        row, line, at = h * shape.rows + r, line_of(turn, slot, r), r * padded
-        to = b * shape.rows * padded + at
+        row, line, at = h * shape.group + r, line_of(turn, slot, r), r * padded
+        to = b * shape.group * padded + at
         if not tiers.todo[row] or tiers.failed[row]:
             continue
         for t in range(at + block, at + padded):

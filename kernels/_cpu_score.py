@@ -5,8 +5,21 @@ from typing import Any
 import numpy as np
 
 from rcq_cli.kernels._cpu_exact import exact_scores
-from rcq_cli.kernels._cpu_integer import FOLD_ASKS, LINE, SPAN, TEAM, TILE, dots_kernel, fold_kernel
-from rcq_cli.kernels._cpu_state import NOTES, STATS, STRIP, Item, Limits, Shape, Slot, Store, Turn, line_of
+from rcq_cli.kernels._cpu_integer import FOLD_ASKS, LINE, SPAN, TILE, dots_kernel, fold_kernel
+from rcq_cli.kernels._cpu_state import (
+    NOTES,
+    STATS,
+    STRIP,
+    TEAM,
+    Item,
+    Limits,
+    Shape,
+    Slot,
+    Store,
+    Turn,
+    line_of,
+    whole_teams,
+)
 from rcq_cli.kernels._cpu_vector import (
     FLUSH,
     LANES,
@@ -70,17 +83,12 @@ def prepare(shape: Shape, limits: Limits, tiers: Store, h: int) -> None:
     """Scale the queries of KV head `h`; set their norms and the slack per unit of key norm (theory 7.1)."""
     dim = shape.dim
     relative = (dim + 16) * ROUNDOFF / (1 - (dim + 16) * ROUNDOFF)
-    for r in range(shape.rows):
-        row = h * shape.rows + r
-        at = row * dim
-        tiers.failed[row] = 0
-        tiers.todo[row] = r < shape.group
-        square = 0.0
-        if r < shape.group:
-            source = (h * shape.group + r) * dim * item_bytes(shape)
-            widen(tiers.source, source, shape.kind, dim, tiers.query, at)
+    for row in range(h * shape.group, (h + 1) * shape.group):
+        at, square = row * dim, 0.0
+        tiers.failed[row], tiers.todo[row] = 0, 1
+        widen(tiers.source, at * item_bytes(shape), shape.kind, dim, tiers.query, at)
         for c in range(at, at + dim):
-            exact = np.float64(tiers.query[c]) * limits.scale if r < shape.group else 0.0
+            exact = np.float64(tiers.query[c]) * limits.scale
             tiers.query[c] = np.float32(exact)
             square += exact * exact
         norm = np.sqrt(square) * MARGIN
@@ -117,11 +125,11 @@ def read_scales(shape: Shape, keys: Any, at: int, floats: Any) -> None:
     widen(keys, at + shape.padded * shape.dim, 2 if shape.narrow_keys else 0, 2 * shape.dim, floats, 0)
 
 
-_fold1, _fold2, _fold4 = (fold_kernel(team) for team in (1, 2, TEAM))
+_fold1, _fold2, _fold3, _fold4 = (fold_kernel(team) for team in range(1, TEAM + 1))
 
 
 def _multiplier(span: int) -> Any:
-    one, two, four = (dots_kernel(team, span) for team in (1, 2, TEAM))
+    one, two, three, four = (dots_kernel(team, span) for team in range(1, TEAM + 1))
 
     def multiply(
         shape: Shape, tiers: Store, at: int, soon: int, item: Item, place: int, low: int, high: int,
@@ -131,13 +139,15 @@ def _multiplier(span: int) -> Any:
         keys, ints, dim, padded = tiers.keys, item.ints, shape.dim, shape.padded
         pairs, stride = dim // 2, 2 * padded
         for r in range(low // TEAM * TEAM, high, TEAM):
-            first, out = (place * shape.rows + r) * pairs, to + r * padded
+            first, out, team = (place * shape.group + r) * pairs, to + r * padded, shape.group - r
             for t in range(0, padded, span):
                 codes, later, sums = at + 2 * t, soon + FOLD_ASKS * dim + t * pairs, out + t
-                if shape.rows == 1:
+                if team == 1:
                     one(keys, codes, stride, later, ints, first, pairs, scores, sums, padded)
-                elif shape.rows == 2:
+                elif team == 2:
                     two(keys, codes, stride, later, ints, first, pairs, scores, sums, padded)
+                elif team == 3:
+                    three(keys, codes, stride, later, ints, first, pairs, scores, sums, padded)
                 else:
                     four(keys, codes, stride, later, ints, first, pairs, scores, sums, padded)
 
@@ -165,7 +175,7 @@ ABSOLUTES, SHIFTS, DELTAS, RESTS = TEAM, 2 * TEAM, 3 * TEAM, 4 * TEAM
 @plain
 def meta_of(shape: Shape, place: int, r: int) -> int:
     """Return where the unit of row `r` and block `place` of a strip stands in `floats`."""
-    teams = (shape.rows + TEAM - 1) // TEAM
+    teams = whole_teams(shape.group) // TEAM
     return 4 * shape.dim + META * (place * teams + r // TEAM) + r % TEAM
 
 
@@ -182,12 +192,14 @@ def fold_queries(
     dim, floats, steps = shape.dim, item.floats, np.float32(shape.fold_steps)
     read_scales(shape, tiers.keys, at, floats)
     for r in range(low // TEAM * TEAM, high, TEAM):
-        meta, query = meta_of(shape, place, r), (h * shape.rows + r) * dim
-        ints = ahead(item.ints, (place * shape.rows + r) * (dim // 2))
-        if shape.rows == 1:
+        meta, query = meta_of(shape, place, r), (h * shape.group + r) * dim
+        ints, team = ahead(item.ints, (place * shape.group + r) * (dim // 2)), shape.group - r
+        if team == 1:
             _fold1(floats, dim, tiers.query, query, steps, ints, meta, tiers.keys, soon)
-        elif shape.rows == 2:
+        elif team == 2:
             _fold2(floats, dim, tiers.query, query, steps, ints, meta, tiers.keys, soon)
+        elif team == 3:
+            _fold3(floats, dim, tiers.query, query, steps, ints, meta, tiers.keys, soon)
         else:
             _fold4(floats, dim, tiers.query, query, steps, ints, meta, tiers.keys, soon)
 
@@ -244,6 +256,17 @@ def bound_scores(shape: Shape, tiers: Store, floats: Any, meta: int, row: int, s
 
 
 @merged
+def weigh_one(weights: Any, at: int, peak: Any, padded: int) -> Any:
+    """Turn the scores of a row into exp(score - peak); return mass and sum of squares, lane by lane."""
+    mass = square = splat(np.float32(0))
+    for t in range(at, at + padded, LANES):
+        weight = exponential(sub(load(weights, t), peak))
+        store(weights, t, weight)
+        mass, square = add(mass, weight), fma(weight, weight, square)
+    return mass, square
+
+
+@merged
 def weigh(
     weights: Any, at: int, tokens: int, padded: int, peaks: Any, masses: Any, squares: Any, b: int
 ) -> None:
@@ -257,11 +280,7 @@ def weigh(
     for t in range(at, at + padded, LANES):
         top = larger(load(weights, t), top)
     peak = highest(top)
-    centre, mass, square = splat(peak), splat(np.float32(0)), splat(np.float32(0))
-    for t in range(at, at + padded, LANES):
-        weight = exponential(sub(load(weights, t), centre))
-        store(weights, t, weight)
-        mass, square = add(mass, weight), fma(weight, weight, square)
+    mass, square = weigh_one(weights, at, splat(peak), padded)
     peaks[b], masses[b], squares[b] = peak, total(mass), total(square)
 
 
@@ -273,29 +292,36 @@ def score_strip(
 
     Stage by stage: every stage ends in a chain of dependent instructions, which the next block covers.
     """
-    record, keys, area = shape.key_bytes, h * turn.key_pitch, shape.rows * shape.padded
+    record, keys, area = shape.key_bytes, h * turn.key_pitch, shape.group * shape.padded
     lead = LEAD * record
     for b in range(first, last):
         at = keys + b * record
         read_notes(turn, tiers, slot, h, b)
-        fold_queries(shape, tiers, at, at + lead, item, h, b - first, 0, shape.rows)
+        fold_queries(shape, tiers, at, at + lead, item, h, b - first, 0, shape.group)
     for b in range(first, last):
         at = keys + b * record
-        multiply(shape, tiers, at, at + lead, item, b - first, 0, shape.rows, slot.weights, b * area)
+        multiply(shape, tiers, at, at + lead, item, b - first, 0, shape.group, slot.weights, b * area)
     for b in range(first, last):
         soon = keys + b * record + lead
-        for r in range(0, shape.rows, TEAM):
-            bound_scores(shape, tiers, item.floats, meta_of(shape, b - first, r), h * shape.rows + r, slot, b)
-        if shape.rows < TEAM:
+        for r in range(0, shape.group, TEAM):
+            bound_scores(
+                shape, tiers, item.floats, meta_of(shape, b - first, r), h * shape.group + r, slot, b
+            )
+        if shape.group < 3:
             ask_rest(shape, tiers, soon, 0, 1)
-            for r in range(shape.group):
-                finish_row(shape, turn, item, slot, b, b - first, r)
-        else:
-            for r in range(0, shape.rows, TEAM):
-                if shape.padded == USUAL:  # loops of known length
-                    finish_team(shape, turn, tiers, soon, item, slot, b, b - first, r, USUAL)
-                else:
-                    finish_team(shape, turn, tiers, soon, item, slot, b, b - first, r, shape.padded)
+        for r in range(0, shape.group, TEAM):
+            team = shape.group - r
+            if team < 3:
+                for one in range(r, shape.group):
+                    finish_row(shape, turn, item, slot, b, b - first, one)
+            elif shape.padded != USUAL:
+                finish_team(
+                    shape, turn, tiers, soon, item, slot, b, b - first, r, min(team, TEAM), shape.padded
+                )
+            elif team == 3:  # loops of known length
+                finish_team(shape, turn, tiers, soon, item, slot, b, b - first, r, 3, USUAL)
+            else:
+                finish_team(shape, turn, tiers, soon, item, slot, b, b - first, r, TEAM, USUAL)
 
 
 @merged
@@ -310,7 +336,7 @@ def ask_rest(shape: Shape, tiers: Store, soon: int, part: int, parts: int) -> No
 @merged
 def finish_row(shape: Shape, turn: Turn, item: Item, slot: Slot, b: int, place: int, r: int) -> None:
     """Turn the integers of block `b` and row `r` into weights; write what stands in its line."""
-    line, meta, to = line_of(turn, slot, r), meta_of(shape, place, r), (b * shape.rows + r) * shape.padded
+    line, meta, to = line_of(turn, slot, r), meta_of(shape, place, r), (b * shape.group + r) * shape.padded
     line.delta[b] = line.coded_delta[b] = item.floats[meta + DELTAS]
     line.rest[b] = item.floats[meta + RESTS]
     as_scores(shape, item, place, r, slot.weights, to, shape.padded)
@@ -337,21 +363,22 @@ def weigh_pair(weights: Any, one: int, two: int, peak: Any, other_peak: Any, pad
 @merged
 def finish_team(
     shape: Shape, turn: Turn, tiers: Store, soon: int, item: Item, slot: Slot, b: int, place: int, first: int,
-    padded: int,
+    count: int, padded: int,
 ) -> None:  # fmt: skip
-    """Do what `finish_row` does for TEAM rows from `first` on, whose chains of instructions interleave.
+    """Do what `finish_row` does for three or four rows from `first` on, whose instructions interleave.
 
     Asks for the last part of the record needed later, at byte `soon`.
     """
     line, meta = line_of(turn, slot, first), meta_of(shape, place, first)
     weights, floats, pitch = slot.weights, item.floats, STATS * turn.width
-    one = (b * shape.rows + first) * padded
-    two, three, four = one + padded, one + 2 * padded, one + 3 * padded
-    for i in range(TEAM):
+    one = (b * shape.group + first) * padded
+    two, three = one + padded, one + 2 * padded
+    four = one + (count - 1) * padded  # of three rows the last one again
+    for i in range(count):
         to = b + i * pitch
         line.delta[to] = line.coded_delta[to] = floats[meta + DELTAS + i]
         line.rest[to] = floats[meta + RESTS + i]
-        ask_rest(shape, tiers, soon, i, TEAM)
+        ask_rest(shape, tiers, soon, i, count)
         as_scores(shape, item, place, first + i, weights, one + i * padded, padded)
         for t in range(one + i * padded + shape.block, one + (i + 1) * padded):
             weights[t] = LOW
@@ -361,9 +388,14 @@ def finish_team(
         peak3, peak4 = larger(load(weights, three + t), peak3), larger(load(weights, four + t), peak4)
     store_tops(line.peak, b, pitch, peak1, peak2, peak3, peak4)
     peak1, peak2 = splat(line.peak[b]), splat(line.peak[b + pitch])
-    peak3, peak4 = splat(line.peak[b + 2 * pitch]), splat(line.peak[b + 3 * pitch])
+    peak3 = splat(line.peak[b + 2 * pitch])
     mass1, square1, mass2, square2 = weigh_pair(weights, one, two, peak1, peak2, padded)
-    mass3, square3, mass4, square4 = weigh_pair(weights, three, four, peak3, peak4, padded)
+    if count == 3:
+        mass3, square3 = weigh_one(weights, three, peak3, padded)
+        mass4, square4 = mass3, square3
+    else:
+        peak4 = splat(line.peak[b + 3 * pitch])
+        mass3, square3, mass4, square4 = weigh_pair(weights, three, four, peak3, peak4, padded)
     store_sums(line.mass, b, pitch, mass1, mass2, mass3, mass4)
     store_sums(line.square, b, pitch, square1, square2, square3, square4)
 
@@ -385,7 +417,7 @@ def note_overflow(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, fi
                 not (line.delta[b] < 1e30 and abs(line.peak[b]) < 1e37)
                 and not tiers.raw[h * turn.raw_pitch + b]
             ):
-                tiers.failed[h * shape.rows + r] = 1
+                tiers.failed[h * shape.group + r] = 1
             b += 1
 
 
@@ -413,10 +445,10 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
     slot.reach[b], slot.radius[b] = np.sqrt(reach) * MARGIN, np.sqrt(radius) * MARGIN
     slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
     slot.key_spectrum[b] = slot.value_spectrum[b] = np.float32(0)
-    to = b * shape.rows * padded
-    sound = exact_scores(shape, tiers, tiers.tail, at, turn.tail, h, 0, shape.rows, slot.weights, to)
-    for r in range(shape.rows):
-        line, row = line_of(turn, slot, r), h * shape.rows + r
+    to = b * shape.group * padded
+    sound = exact_scores(shape, tiers, tiers.tail, at, turn.tail, h, 0, shape.group, slot.weights, to)
+    for r in range(shape.group):
+        line, row = line_of(turn, slot, r), h * shape.group + r
         line.delta[b] = line.rest[b] = np.float64(tiers.slacks[row]) * slot.reach[b] + EXP_SLACK
         if turn.tail:
             weigh(slot.weights, to + r * padded, turn.tail, padded, line.peak, line.mass, line.square, b)

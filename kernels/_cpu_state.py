@@ -25,8 +25,6 @@ class Shape(NamedTuple):
     """Hkv"""
     group: int
     """R, query heads of one KV head."""
-    rows: int
-    """R padded to whole teams: 1, 2 or a multiple of 4."""
     dim: int
     block: int
     """S"""
@@ -122,20 +120,20 @@ class Store(NamedTuple):
     residual_parts: Any
     """and lambda_E."""
     query: Any
-    """float32 `[Hkv, rows, D]`, times the scale."""
+    """float32 `[Hkv, R, D]`, times the scale."""
     norms: Any
-    """float32 `[Hkv, rows]`: norm of the scaled query, rounded up,"""
+    """float32 `[Hkv, R]`: norm of the scaled query, rounded up,"""
     slacks: Any
     """and rounding slack per unit of key norm."""
     failed: Any
-    """uint8 `[Hkv, rows]`: float32 overflowed."""
+    """uint8 `[Hkv, R]`: float32 overflowed."""
     todo: Any
-    """uint8 `[Hkv, rows]`: not yet within the budget."""
+    """uint8 `[Hkv, R]`: not yet within the budget."""
     plans: Any
-    """float64 `[Hkv, rows, PLANS]`: norm of the output, its distance from c0, limit, what is left, care,
+    """float64 `[Hkv, R, PLANS]`: norm of the output, its distance from c0, limit, what is left, care,
     bound of the values, and where the bounds of values, skipped blocks and keys split best."""
     outputs: Any
-    """float64 `[Hkv, rows, D]`"""
+    """float64 `[Hkv, R, D]`"""
     faults: Any
     """int64 `[Hkv, 2]`: 0 none, 1 tier 1 damaged, 2 originals damaged; and the block."""
 
@@ -144,9 +142,9 @@ class Slot(NamedTuple):
     """Scratch of one KV head while it is worked on; rows of blocks are `Turn.width` long."""
 
     weights: Any
-    """float32 `[blocks + 1, rows, P]`: exp(score - peak of the block)."""
+    """float32 `[blocks + 1, R, P]`: exp(score - peak of the block)."""
     stats: Any
-    """float32 `[rows, STATS, width]`: what `line_of` names."""
+    """float32 `[R, STATS, width]`: what `line_of` names; R as a multiple of TEAM."""
     reach: Any
     """float32 kappa + rk"""
     key_radius: Any
@@ -163,7 +161,7 @@ class Slot(NamedTuple):
     value_spectrum: Any
     """Spectral norm of V - V'."""
     flags: Any
-    """uint8 `[rows, width]`: KEY_WANTED, VALUE_WANTED."""
+    """uint8 `[R, width]`: KEY_WANTED, VALUE_WANTED."""
     want_keys: Any
     pins: Any
     reads: Any
@@ -180,11 +178,11 @@ class Item(NamedTuple):
     ints: Any
     """Query or weight pairs, and the integer sums."""
     pads: Any
-    """float32 `[2, rows, P]`: coded and exact scores of a block."""
+    """float32 `[2, R, P]`: coded and exact scores of a block."""
     gathered: Any
     """float32 accumulators of the value pass."""
     sums: Any
-    """float64 `[rows, D]`"""
+    """float64 `[R, D]`"""
     rows: Any
     """int64 `[TEAM]`: rows of a team."""
     to: Any
@@ -249,6 +247,8 @@ READ_CODES, READ_ORIGINALS = 1, 2
 ) = range(12)  # fmt: skip
 TROUBLE = 1 << 32
 """What judging a KV head adds to its answer for each query head to recompute, and for a fault."""
+TEAM = 4
+"""Query heads that share one read of the codes."""
 APART = 64
 """Numbers between what two threads write: never one cache line, nor the pair fetched with it."""
 STRIP = 4
@@ -258,7 +258,7 @@ BUCKETS = 128
 TABLE = BUCKETS + 16
 """Sums per class and what lies behind the last one, in whole vectors."""
 TABLES = 3 * TABLE + 8 * BUCKETS
-_TURN, _LIMITS, _STORE = 13, 33, 37
+_TURN, _LIMITS, _STORE = 12, 32, 36
 _SLOT = _STORE + len(Store._fields)
 _ITEM = _SLOT + 6
 _SEALING = _ITEM + 7
@@ -331,7 +331,7 @@ def shape_at(call: Any) -> Shape:
     """Return the sizes of a call."""
     return Shape(
         call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7], call[8], call[9], call[10],
-        call[11], call[12],
+        call[11],
     )  # fmt: skip
 
 
@@ -366,6 +366,12 @@ def store_at(call: Any) -> Store:
 
 
 @plain
+def whole_teams(group: int) -> int:
+    """Return `group` rounded up to a multiple of TEAM."""
+    return (group + TEAM - 1) // TEAM * TEAM
+
+
+@plain
 def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
     """Return slot `index` of the scratch."""
     a = ahead(call, _SLOT)
@@ -374,7 +380,7 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
     marks = ahead(bytes_at(a[4]), index * MARKS * width)
     return Slot(
         ahead(floats_at(a[0]), index * turn.weight_row),
-        ahead(floats_at(a[1]), index * shape.rows * STATS * width),
+        ahead(floats_at(a[1]), index * whole_teams(shape.group) * STATS * width),
         notes,
         ahead(notes, width),
         ahead(notes, 2 * width),
@@ -383,7 +389,7 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
         ahead(notes, 5 * width),
         ahead(notes, 6 * width),
         ahead(notes, 7 * width),
-        ahead(bytes_at(a[3]), index * shape.rows * width),
+        ahead(bytes_at(a[3]), index * shape.group * width),
         marks,
         ahead(marks, width),
         ahead(marks, 2 * width),
@@ -399,9 +405,9 @@ def item_at(shape: Shape, turn: Turn, call: Any, index: int) -> Item:
     return Item(
         ahead(floats_at(a[0]), index * turn.float_row),
         ahead(ints_at(a[1]), index * turn.int_row),
-        ahead(floats_at(a[2]), index * (2 * shape.rows * shape.padded + 64)),
+        ahead(floats_at(a[2]), index * (2 * shape.group * shape.padded + 64)),
         ahead(floats_at(a[3]), index * turn.gather_row),
-        ahead(doubles_at(a[4]), index * (shape.rows * shape.dim + APART)),
+        ahead(doubles_at(a[4]), index * (shape.group * shape.dim + APART)),
         picks,
         ahead(picks, 4),
         ahead(picks, 8),

@@ -16,7 +16,7 @@ from rcq_cli.cache.slab import Slab
 from rcq_cli.cache.tiers import TieredStore, refuse_changed
 from rcq_cli.kernels import _cpu_state as state
 from rcq_cli.kernels import cpu
-from rcq_cli.kernels._cpu_integer import TEAM, TILE
+from rcq_cli.kernels._cpu_integer import TILE
 from rcq_cli.kernels._cpu_state import Shape
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels.reference import Blocks
@@ -229,14 +229,12 @@ class PackedStore(TieredStore):
 def shape_of(geometry: Geometry, fmt: TierFormat) -> Shape:
     """Return the sizes the kernels need."""
     dim, padded = geometry.head_dim, -(-fmt.block // TILE) * TILE
-    group, groups = geometry.group, dim // fmt.group
-    rows = group if group <= 2 else -(-group // TEAM) * TEAM
+    groups = dim // fmt.group
     narrow, two_level = fmt.key_meta == "float16", fmt.value_meta == "two-level"
     value_meta = 4 * padded + 2 * groups * padded if two_level else 4 * groups * padded
     return Shape(
         heads=geometry.kv_heads,
-        group=group,
-        rows=rows,
+        group=geometry.group,
         dim=dim,
         block=fmt.block,
         padded=padded,

@@ -18,7 +18,6 @@ from rcq_cli.certify.exact import as_groups, exact_attention, store
 from rcq_cli.certify.ladder import Budget
 from rcq_cli.kernels import _cpu_state as state
 from rcq_cli.kernels import cpu
-from rcq_cli.kernels._cpu_integer import TEAM
 from rcq_cli.kernels._cpu_score import META
 from rcq_cli.kernels._cpu_vector import LANES
 from rcq_cli.kernels._format import TierFormat
@@ -238,12 +237,13 @@ class Scratch:
     """Arrays of one step on up to `blocks` blocks, kept from step to step."""
 
     def __init__(self, shape: state.Shape, slots: int, items: int, blocks: int) -> None:
-        rows, dim, padded, groups, team = shape.rows, shape.dim, shape.padded, shape.groups, TEAM
+        rows, dim, padded, groups, team = shape.group, shape.dim, shape.padded, shape.groups, state.TEAM
+        whole = state.whole_teams.py_func(rows)
         heads, lanes = shape.heads * rows, LANES
         # an odd number of cache lines: rows that are written together must not share their sets
         width = state.used_width.py_func(blocks) + 16
         width += 16 if width // 16 % 2 == 0 else 0
-        metas = META * state.STRIP * -(-rows // team)
+        metas = META * state.STRIP * whole // team
         floats = max(4 * dim + metas, (team + dim) * padded) + 64
         ints = max(state.STRIP * rows * dim, groups * team * padded) // 2 + 64
         gather = rows * (dim + groups * lanes + lanes) + state.APART
@@ -254,7 +254,7 @@ class Scratch:
         sizes: tuple[tuple[int, Any], ...] = (
             (heads * dim, f), (heads + lanes, f), (heads + lanes, f), (heads, u), (heads, u),
             (heads * state.PLANS, d), (heads * dim, d), (2 * shape.heads, i), (slots * weights, f),
-            (slots * rows * state.STATS * width, f), (slots * state.NOTES * width, f),
+            (slots * whole * state.STATS * width, f), (slots * state.NOTES * width, f),
             (slots * rows * width, u), (slots * state.MARKS * width, u),
             (slots * state.TABLES, d), (items * floats, f), (items * ints, np.int32),
             (items * (2 * rows * padded + 64), f), (items * gather, f),
