@@ -137,7 +137,7 @@ class ValueSums(NamedTuple):
 def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float) -> ValueSums:
     """Write min(share * eta, sqrt(S2) * spectral norm) and S2 of blocks whose values are read from codes.
 
-    V1 and V3 of theory section 6; `move` counts blocks.
+    V1 and V3 of theory section 6; `move` is empty.
     """
     inverse, centre_, one = splat(np.float32(1 / weight)), splat(np.float32(centre)), splat(np.float32(1))
     least = splat(np.float32(LEAST))
@@ -152,7 +152,7 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
             store(line.cost, b, mul(smaller(mul(share, load(slot.eta, b)), joint), coded))
             seen = larger(relative, least)
             store(line.energy, b, mul(mul(mul(seen, seen), square), coded))
-            store(line.move, b, one)
+            store(line.move, b, splat(np.float32(0)))
             # an original, or c0 in place of it
             other = mul(fma(load(slot.radius, b), keep, centre_), sub(one, coded))
             summand = fma(share, fma(coded, load(slot.magnitude, b), other), summand)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from rcq_cli.kernels._cpu_bounds import best_split, spread
+from rcq_cli.kernels._cpu_bounds import best_split, split_near, spread
 from rcq_cli.kernels._cpu_score import MARGIN
 from rcq_cli.kernels._cpu_state import TABLES, Line
 from rcq_cli.kernels._cpu_vector import ahead, doubles_at, floats_at
@@ -16,11 +16,30 @@ ROOM = MARGIN**2 * (1 + 2.0**-40)
 
 
 @njit
-def split(rows: int, width: int, table: int, spectrum: float, away: float) -> float:
-    """Return the smallest split over buckets of rows cost, energy, move `[3, width]` at that address."""
+def line_of(rows: int, width: int) -> Line:
+    """Return rows cost, energy, move `[3, width]` at that address as a line."""
     cost = floats_at(rows)
     energy, move = ahead(cost, width), ahead(cost, 2 * width)
-    line = Line(cost, cost, cost, cost, cost, cost, cost, move, energy, cost, cost, cost, cost, cost)
+    return Line(cost, cost, cost, cost, cost, cost, cost, move, energy, cost, cost, cost, cost, cost)
+
+
+@njit
+def near(rows: int, width: int, place: float, spectrum: float, away: float) -> float:
+    """Return the smallest split at about `place`."""
+    return split_near(line_of(rows, width), width, place, spectrum, away)
+
+
+@njit
+def place_of(rows: int, width: int, table: int, spectrum: float, away: float) -> float:
+    """Return where the split over buckets is smallest."""
+    line = line_of(rows, width)
+    return best_split(doubles_at(table), spread(line, width, doubles_at(table)), spectrum, away).near
+
+
+@njit
+def split(rows: int, width: int, table: int, spectrum: float, away: float) -> float:
+    """Return the smallest split over buckets of rows cost, energy, move `[3, width]` at that address."""
+    line = line_of(rows, width)
     return best_split(doubles_at(table), spread(line, width, doubles_at(table)), spectrum, away).bound
 
 
@@ -65,7 +84,28 @@ def test_no_split_is_ever_below_the_best_of_the_sorted_blocks(cost, energy, spec
     assert found <= min(every[0], every[-1]) * ROOM + 1e-6
 
 
+@pytest.mark.parametrize("width", [16, 144, 2048])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_split_where_it_was_best_is_as_good_without_buckets_and_anywhere_else_sound(width, seed):
+    draw = np.random.default_rng([width, seed, 1])
+    rows = np.exp(draw.normal(0, [0.3, 4, 12][seed % 3], (3, width))).astype(np.float32)
+    rows[:, draw.random(width) < 0.3 * (seed % 2)] = 0
+    spectrum, away = float(np.exp(draw.normal(0, 4))), [0.0, 0.1, 30.0][seed // 4]
+    table = np.full(TABLES, np.nan)
+    where, address = (rows.ctypes.data, width), table.ctypes.data
+    every, found = all_splits(rows, spectrum, away), by_buckets(rows, spectrum, away)
+    place = place_of(*where, address, spectrum, away)
+    assert near(*where, place, spectrum, away) <= found * ROOM
+    for place in (0.0, 1e-30, *np.exp(draw.normal(0, 9, 9)), 1e30, np.inf, np.nan):
+        split = near(*where, place, spectrum, away)
+        assert every.min() <= split * (1 + 2.0**-40)
+        assert split <= every[-1] * ROOM
+
+
 def test_nan_counts_as_infinite():
     """Infinity times nothing left of energy or move: a bound that nobody knows is none."""
     assert by_buckets(np.ones((3, 16), np.float32), np.inf, np.inf) == np.inf
-    assert by_buckets(np.full((3, 16), np.inf, np.float32), 1.0, 0.0) == np.inf
+    full = np.full((3, 16), np.inf, np.float32)
+    assert by_buckets(full, 1.0, 0.0) == np.inf
+    assert near(full.ctypes.data, 16, 1.0, 1.0, 0.0) == np.inf
+    assert near(full.ctypes.data, 16, np.inf, np.nan, np.nan) == np.inf
