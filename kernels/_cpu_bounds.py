@@ -129,8 +129,10 @@ class ValueSums(NamedTuple):
     """Of share times the largest norm of what is added up."""
     charges: float
     """Of the relative factor times the value step of coded blocks."""
+    radius: float
+    """Largest distance of a value from c0."""
     farthest: float
-    """Largest distance of a value from c0, plus the norm of c0: 0 where all values are."""
+    """That plus the norm of c0: 0 where all values are."""
 
 
 @merged
@@ -160,7 +162,8 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
             farthest = larger(load(slot.radius, b), farthest)
         summands += np.float64(total(summand))
         charges += np.float64(total(charge))
-    return ValueSums(summands, charges, np.float64(highest(farthest)) + centre)
+    radius = np.float64(highest(farthest))
+    return ValueSums(summands, charges, radius, radius + centre)
 
 
 class KeySums(NamedTuple):
@@ -454,6 +457,18 @@ def rounding_bound(shape: Shape, sums: ValueSums, norm: float, weight: float, to
     return error * MARGIN
 
 
+@plain
+def first_highest(numbers: Any, width: int) -> int:
+    """Return where the largest of non-negative numbers stands first."""
+    top = np.float32(largest_of(numbers, width))
+    for first in range(0, width, LANES):
+        if highest(load(numbers, first)) >= top:
+            for b in range(first, first + LANES):
+                if numbers[b] >= top:
+                    return b
+    return 0
+
+
 @merged
 def variation_around(
     line: Line, slot: Slot, width: int, weight: float, sums: KeySums, errors: Errors
@@ -464,12 +479,7 @@ def variation_around(
     than sum w' (exp(delta) / Z_lo - 1) over them; if it is larger, they lose no more
     than 1 - w. However wrong the scores are, a head with w near 1 is known well.
     """
-    first, top = -1, -np.inf
-    for b in range(width):
-        if line.mass[b] > 0 and np.float64(line.peak[b]) > top:
-            first, top = b, np.float64(line.peak[b])
-    if first < 0:
-        return 1.0
+    first = first_highest(line.factor, width)
     # the heaviest token of a block weighs exp(0) = 1 before the block's factor
     one, relative = 1 - 2.0**-18, np.float64(line.factor[first]) / weight
     alone, mass = relative * one, np.float64(line.mass[first])

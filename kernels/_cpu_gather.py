@@ -18,6 +18,7 @@ from rcq_cli.kernels._cpu_state import (
     Store,
     Turn,
     line_of,
+    next_of,
 )
 from rcq_cli.kernels._cpu_values import SCALE_ASKS, mix_kernel, scale_kernel
 from rcq_cli.kernels._cpu_vector import (
@@ -34,7 +35,6 @@ from rcq_cli.kernels._cpu_vector import (
     store,
     total,
     variant,
-    word,
 )
 
 
@@ -281,19 +281,6 @@ def add_exact(
 
 
 @plain
-def next_read(slot: Slot, b: int, end: int, ways: int) -> int:
-    """Return the first block from `b` on that any row reads in one of `ways`, or `end`."""
-    while b < end:
-        if b + 4 <= end and word(slot.reads, b) == 0:
-            b += 4
-        elif slot.reads[b] & ways:
-            return b
-        else:
-            b += 1
-    return end
-
-
-@plain
 def sum_reads(
     shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, first: int, end: int, only: int
 ) -> None:
@@ -306,18 +293,18 @@ def sum_reads(
     for c in range(low * shape.dim, high * shape.dim):
         item.sums[c] = 0.0
     clear(shape, item, low, high)
-    run, b = 0, next_read(slot, first, end, READ_CODES)
-    after = next_read(slot, b + 1, end, READ_CODES)
+    run, b = 0, next_of(slot.reads, first, end, READ_CODES)
+    after = next_of(slot.reads, b + 1, end, READ_CODES)
     while b < end:
-        later = next_read(slot, after + 1, end, READ_CODES)
+        later = next_of(slot.reads, after + 1, end, READ_CODES)
         add_coded(shape, turn, tiers, item, slot, h, b, later, only)
         run, b, after = run + 1, after, later
         if run >= RUN:
             flush(shape, item, low, high)
             run = 0
-    b = next_read(slot, first, end, READ_ORIGINALS)
+    b = next_of(slot.reads, first, end, READ_ORIGINALS)
     while b < end:
-        after = next_read(slot, b + 1, end, READ_ORIGINALS)
+        after = next_of(slot.reads, b + 1, end, READ_ORIGINALS)
         add_exact(shape, turn, tiers, item, slot, h, b, after, only)
         run, b = run + EXACT_RUN, after
         if run >= RUN:

@@ -13,7 +13,6 @@ from rcq_cli.kernels._cpu_bounds import (
     errors_of,
     key_bound,
     key_terms,
-    largest_of,
     normalise,
     rounding_bound,
     skip_terms,
@@ -21,7 +20,6 @@ from rcq_cli.kernels._cpu_bounds import (
     split_near,
     spread,
     value_terms,
-    whole_weight,
 )
 from rcq_cli.kernels._cpu_gather import sum_reads
 from rcq_cli.kernels._cpu_promote import ask_for, exact_delta, explore, promote_keys
@@ -45,6 +43,7 @@ from rcq_cli.kernels._cpu_state import (
     PLAN_LIMIT,
     PLAN_NORM,
     PLAN_VALUE,
+    PLAN_WEIGHT,
     PLANS,
     READ_CODES,
     READ_ORIGINALS,
@@ -64,6 +63,7 @@ from rcq_cli.kernels._cpu_state import (
     Turn,
     lambda_of,
     line_of,
+    next_of,
     used_width,
 )
 from rcq_cli.kernels._cpu_vector import (
@@ -140,16 +140,14 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
 @plain
 def promote_wanted(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int) -> None:
     """Promote the keys that rows marked, each while the next one is on its way."""
-    last = -1
-    for b in range(turn.blocks):
-        if slot.want_keys[b]:
-            if last < 0:
-                ask_for(shape, turn, tiers.original_keys, h, b)
-            else:
-                promote_keys(shape, turn, tiers, item, slot, h, last, b)
-            last = b
-    if last >= 0:
-        promote_keys(shape, turn, tiers, item, slot, h, last, last)
+    end = turn.blocks
+    b = next_of(slot.want_keys, 0, end, 1)
+    if b < end:
+        ask_for(shape, turn, tiers.original_keys, h, b)
+    while b < end:
+        after = next_of(slot.want_keys, b + 1, end, 1)
+        promote_keys(shape, turn, tiers, item, slot, h, b, after if after < end else b)
+        b = after
 
 
 @merged
@@ -160,9 +158,11 @@ def pin(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot
     explore(shape, turn, limits, tiers, item, slot, h)
     for b in range(turn.blocks):
         slot.want_keys[b] = slot.pins[b]
-        if slot.pins[b]:
-            for r in range(shape.group):
-                line_of(turn, slot, r).value_coded[b] = np.float32(0)
+    b = next_of(slot.pins, 0, turn.blocks, 1)
+    while b < turn.blocks:
+        for r in range(shape.group):
+            line_of(turn, slot, r).value_coded[b] = np.float32(0)
+        b = next_of(slot.pins, b + 1, turn.blocks, 1)
     promote_wanted(shape, turn, tiers, item, slot, h)
 
 
@@ -219,22 +219,24 @@ def heaviest(line: Line, width: int) -> tuple[float, float, int]:
 def guess(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int) -> None:
     """Guess the output of row `r` from its pinned and its heaviest blocks; only steers."""
     line, row, dim, end = line_of(turn, slot, r), h * shape.group + r, shape.dim, turn.blocks + 1
+    width, plan = used_width(turn.blocks), ahead(tiers.plans, row * PLANS)
     for b in range(end):
-        line.keep[b] = np.float32(1)
-    weight = normalise(line, used_width(turn.blocks))
-    high, low, left = heaviest(line, used_width(turn.blocks))
+        line.keep[b], slot.reads[b] = np.float32(1), 0
+    weight = plan[PLAN_WEIGHT] = normalise(line, width)
+    high, low, left = heaviest(line, width)
     pinned, seen = np.float64(line.share[turn.blocks]), 0.0
     for first in range(0, turn.blocks, LANES):
-        some = highest(load(line.share, first)) >= low
+        if highest(load(line.share, first)) < low:
+            continue
         for b in range(first, min(first + LANES, turn.blocks)):
-            slot.reads[b] = 0
-            if slot.pins[b]:
-                pinned += np.float64(line.share[b])
-            elif some and (line.share[b] >= high or (left > 0 and line.share[b] >= low)):
-                left -= not line.share[b] >= high
+            certain = line.share[b] >= high
+            if slot.pins[b] == 0 and (certain or (left > 0 and line.share[b] >= low)):
+                left -= not certain
                 seen += np.float64(line.share[b])
                 slot.reads[b] = READ_CODES
-    slot.reads[turn.blocks] = 0
+    b = next_of(slot.pins, 0, turn.blocks, 1)
+    while b < turn.blocks:
+        pinned, b = pinned + np.float64(line.share[b]), next_of(slot.pins, b + 1, turn.blocks, 1)
     missing, apart = max(0.0, 1 - pinned - seen), ahead(tiers.outputs, row * dim)
     mine, centre, sole = ahead(item.sums, r * dim), ahead(tiers.centre, h * dim), missing < GLANCE_SURE
     for c in range(dim):
@@ -245,9 +247,9 @@ def guess(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int
             apart[c] = mine[c]
         for b in range(turn.blocks):
             slot.reads[b] = 0
-    for b in range(turn.blocks):
-        if slot.pins[b]:
-            slot.reads[b] = READ_ORIGINALS
+    b = next_of(slot.pins, 0, turn.blocks, 1)
+    while b < turn.blocks:
+        slot.reads[b], b = READ_ORIGINALS, next_of(slot.pins, b + 1, turn.blocks, 1)
     slot.reads[turn.blocks] = READ_ORIGINALS
     sum_reads(shape, turn, tiers, item, slot, h, 0, end, r)
     stretch = 0.0 if sole or seen == 0 else missing / seen
@@ -305,7 +307,6 @@ def choose_values(
     slot: Slot,
     h: int,
     r: int,
-    first: bool,
 ) -> bool:
     """Decide which values row `r` needs from the originals; leave what is left for keys in its plan.
 
@@ -313,9 +314,9 @@ def choose_values(
     """
     row, line, width = h * shape.group + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan = ahead(tiers.plans, row * PLANS)
-    weight = whole_weight(line, width) if first else normalise(line, width)
     for b in range(width):
         line.keep[b] = np.float32(1)
+    weight = plan[PLAN_WEIGHT]
     sums = value_terms(line, slot, width, weight, centre_norm(shape, tiers, h))
     top = spread(line, width, slot.table)
     plan[PLAN_LIMIT] = budget(limits, plan[PLAN_NORM]) * plan[PLAN_CARE]
@@ -378,7 +379,7 @@ def choose_keys(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, r: i
     """
     row, line, width = h * shape.group + r, line_of(turn, slot, r), used_width(turn.blocks)
     plan, spectrum = ahead(tiers.plans, row * PLANS), lambda_of(shape, tiers.value_parts, h)
-    weight, away = whole_weight(line, width), plan[PLAN_AWAY]
+    weight, away = plan[PLAN_WEIGHT], plan[PLAN_AWAY]
     if promoted:  # by any row: this one reads the originals too
         value_terms(line, slot, width, weight, 0.0)
         residual = lambda_of(shape, tiers.residual_parts, h)
@@ -451,7 +452,7 @@ def choose(
                 guess(shape, turn, tiers, item, slot, h, r)
         for r in range(shape.group):
             if tiers.todo[h * shape.group + r]:
-                promoted |= choose_values(shape, turn, limits, tiers, slot, h, r, number == 0)
+                promoted |= choose_values(shape, turn, limits, tiers, slot, h, r)
         for r in range(shape.group):
             if tiers.todo[h * shape.group + r]:
                 choose_keys(shape, turn, tiers, slot, h, r, promoted)
@@ -461,7 +462,7 @@ def choose(
     for r in range(shape.group):
         if tiers.todo[h * shape.group + r]:
             line = line_of(turn, slot, r)
-            normalise(line, width)
+            tiers.plans[(h * shape.group + r) * PLANS + PLAN_WEIGHT] = normalise(line, width)
             for b in range(turn.blocks + 1):
                 kept = line.keep[b] * line.factor[b] > 0
                 slot.reads[b] |= np.uint8(kept) << np.uint8(line.value_coded[b] == 0)
@@ -524,8 +525,8 @@ def judge(
     away = (plan[PLAN_AWAY] + value + skipped + rounding) * MARGIN
     errors = errors_of(shape, tiers, row)
     sums = key_terms(line, slot, width, weight, away, shape.block, errors)
-    split, radius = split_near(line, width, plan[NEAR_KEY], spectrum, away), largest_of(slot.radius, width)
-    key = key_bound(line, slot, width, weight, sums, split, radius, errors)
+    split = split_near(line, width, plan[NEAR_KEY], spectrum, away)
+    key = key_bound(line, slot, width, weight, sums, split, value_sums.radius, errors)
     limit = budget(limits, stored.norm) / (1 + 2.0**-40)
     plan[PLAN_NORM] = stored.norm
     fields[KEY_BOUND * heads + column], fields[DROPPED_BOUND * heads + column] = key, skipped
@@ -580,7 +581,7 @@ def finish(
             for c in range(dim):
                 mine[c] += mine[part * (shape.group * dim + APART) + c]
         line, width = line_of(turn, slot, r), used_width(turn.blocks)
-        weight = whole_weight(line, width)
+        weight = tiers.plans[row * PLANS + PLAN_WEIGHT]
         missing = skipped_weight(line, width) / weight
         settle(tiers, row, dim, weight, missing, ahead(tiers.centre, h * dim), mine)
         done = judge(shape, turn, limits, tiers, slot, h, r, weight) and not tiers.failed[row]

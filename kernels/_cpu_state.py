@@ -15,6 +15,7 @@ from rcq_cli.kernels._cpu_vector import (
     longs_at,
     plain,
     shorts_at,
+    word,
 )
 
 
@@ -130,8 +131,8 @@ class Store(NamedTuple):
     todo: Any
     """uint8 `[Hkv, R]`: not yet within the budget."""
     plans: Any
-    """float64 `[Hkv, R, PLANS]`: norm of the output, its distance from c0, limit, what is left, care,
-    bound of the values, and where the bounds of values, skipped blocks and keys split best."""
+    """float64 `[Hkv, R, PLANS]`: total weight, norm of the output, its distance from c0, limit, what is left,
+    care, bound of the values, and where the bounds of values, skipped blocks and keys split best."""
     outputs: Any
     """float64 `[Hkv, R, D]`"""
     faults: Any
@@ -236,9 +237,9 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Shape.kind` by dtype."""
 STATS, NOTES, MARKS = len(Line._fields), 8, 3
 (
-    PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, NEAR_VALUE, NEAR_SKIP, NEAR_KEY,
-    PLANS,
-) = range(10)  # fmt: skip
+    PLAN_WEIGHT, PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, NEAR_VALUE, NEAR_SKIP,
+    NEAR_KEY, PLANS,
+) = range(11)  # fmt: skip
 KEY_WANTED, VALUE_WANTED = 1, 2
 READ_CODES, READ_ORIGINALS = 1, 2
 (
@@ -447,6 +448,19 @@ def line_of(turn: Turn, slot: Slot, r: int) -> Line:
         ahead(first, 9 * w), ahead(first, 10 * w), ahead(first, 11 * w), ahead(first, 12 * w),
         ahead(first, 13 * w),
     )  # fmt: skip
+
+
+@plain
+def next_of(marks: Any, b: int, end: int, kinds: int) -> int:
+    """Return the first block from `b` on whose mark has one of the bits `kinds`, or `end`."""
+    while b < end:
+        if b + 4 <= end and word(marks, b) == 0:
+            b += 4
+        elif marks[b] & kinds:
+            return b
+        else:
+            b += 1
+    return end
 
 
 @plain
