@@ -54,8 +54,9 @@ def _products_kernel(team: int, kind: Original) -> Any:
             source, *starts, query, first, dim, scores, to, row = values
             width = team if WIDE else min(team, 2)  # more sums do not fit the registers
             for low in range(0, team, width):
-                cells = [accumulators(builder, TOKENS, FLOAT_LANES) for _ in range(width)]
-                queries = [builder.add(first, builder.mul(dim, _i64(low + i))) for i in range(width)]
+                rows = range(low, min(low + width, team))
+                cells = [accumulators(builder, TOKENS, FLOAT_LANES) for _ in rows]
+                queries = [builder.add(first, builder.mul(dim, _i64(i))) for i in rows]
                 with cgutils.for_range(builder, builder.udiv(dim, _i64(LANES))) as loop:
                     c = builder.mul(loop.index, _i64(LANES))
                     at = builder.mul(c, _i64(kind.bytes))
@@ -65,9 +66,9 @@ def _products_kernel(team: int, kind: Original) -> Any:
                         q = builder.load(where, align=1)
                         for key, cell in zip(keys, sums, strict=True):
                             builder.store(fma_of(builder, q, key, builder.load(cell)), cell)
-                for i, sums in enumerate(cells):
+                for i, sums in zip(rows, cells, strict=True):
                     numbers = across(builder, [builder.load(cell) for cell in sums], add_of)
-                    index = builder.add(to, builder.mul(row, _i64(low + i)))
+                    index = builder.add(to, builder.mul(row, _i64(i)))
                     builder.store(numbers, address(builder, scores, index, _FOUR), align=1)
             return context.get_dummy_value()
 

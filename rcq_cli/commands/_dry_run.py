@@ -43,9 +43,16 @@ class Trial(NamedTuple):
 
 
 def answer_dry_run(shell: Shell, plan: Plan) -> int:
-    """Answer with the matrix, the origin of every value, bytes and time expected; nothing is written."""
-    from rcq_cli.run import planned
+    """Answer with the matrix, the origin of every value, bytes and time expected; nothing is written.
 
+    Raises what the run itself would raise before its work: an `--out` or an executor that cannot be used.
+    """
+    from rcq_cli.commands._run import executor_of
+    from rcq_cli.run import planned
+    from rcq_cli.store import check_out
+
+    check_out(plan.out)
+    executor_of(plan)
     loads: Loads = {}
     runs = []
     for batch in plan.batches:

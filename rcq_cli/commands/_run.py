@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 def carry_out(shell: Shell, plan: Plan, *, resume: bool) -> tuple[Path, ...]:
     """Run every batch and return the run folders in batch and mode order; a stop names the way to go on."""
-    executor = _executor(plan)
+    executor = executor_of(plan)
     for note in plan.notes:
         shell.say(note)
     if shell.verbose:
@@ -64,7 +64,7 @@ def told(shell: Shell, samples: int) -> Iterator[Progress]:
         progress.close()
 
 
-def _executor(plan: Plan) -> Any:
+def executor_of(plan: Plan) -> Any:
     """Return the executor of a plan, ready to run; raise `UnsupportedHere` where it cannot."""
     executor = EXECUTORS.load(plan.executor)
     wanted = {name: value for name in ("workers", "address") if (value := getattr(plan, name)) is not None}

@@ -374,6 +374,13 @@ def _probe(model: Any) -> float:
         raise refused(
             model, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
+    if not bool(torch.isfinite(expected).all()):
+        raise UnsupportedModel(
+            f"{_REFUSED} {type(model).__name__} gives logits that are not finite, without rcq too",
+            why=f"its weights hold NaN or infinity, or {str(model.dtype).removeprefix('torch.')} overflows",
+            fix="look at the weight files, or try --dtype float32",
+            id="RCQ-USE-30",
+        )
     return float((got - expected).abs().max() / expected.abs().max())
 
 

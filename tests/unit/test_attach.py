@@ -195,6 +195,15 @@ def test_what_is_no_plain_model_is_refused(llama, spoil):
         attach(spoil(llama), "dense").__enter__()
 
 
+def test_a_model_whose_own_logits_are_not_finite_is_told_so(llama):
+    with torch.no_grad():
+        llama.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(UnsupportedModel, match="not finite, without rcq too") as refusal:
+        attach(llama, "certified").__enter__()
+    assert "NaN" in refusal.value.why
+    assert "float32" in refusal.value.fix
+
+
 def padded(ids):
     return torch.cat((torch.zeros_like(ids[:, :3]), torch.ones_like(ids[:, 3:])), 1)
 

@@ -289,6 +289,20 @@ def test_a_dry_run_leaves_out_what_only_the_first_answer_takes(tmp_path, capsys,
     assert (code, entry["seconds"], entry["status"]) == (0, 3 * 2.5, "estimated")
 
 
+@pytest.mark.parametrize("command", ["eval", "profile", "compare", "trace"])
+def test_a_dry_run_refuses_what_the_run_would_refuse(command, tmp_path, capsys):
+    taken = tmp_path / "runs"
+    taken.write_text("a file")
+    code, _, err = ask(
+        capsys, command, "--dry-run", "--ctx", "1k", "--mode", "certified", "--out", str(taken)
+    )
+    assert code == 2
+    assert "is a file" in err
+    code, _, err = ask(capsys, command, "--dry-run", "--ctx", "1k", "--mode", "certified", "--workers", "2")
+    assert code == 2
+    assert "--workers has no meaning with executor local" in err
+
+
 def test_a_dry_run_writes_nothing_and_shows_the_matrix(tmp_path, capsys):
     out_folder = tmp_path / "runs"
     argv = [
