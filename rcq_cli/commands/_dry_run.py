@@ -42,17 +42,19 @@ class Trial(NamedTuple):
     """Of prefill and decoding together."""
 
 
-def answer_dry_run(shell: Shell, plan: Plan) -> int:
+def answer_dry_run(shell: Shell, plan: Plan, *, stores: bool = True) -> int:
     """Answer with the matrix, the origin of every value, bytes and time expected; nothing is written.
 
-    Raises what the run itself would raise before its work: an `--out` or an executor that cannot be used.
+    For a command that `stores` runs, raises what it would raise before its work: for an `--out` or an
+    executor that cannot be used.
     """
     from rcq_cli.commands._run import executor_of
     from rcq_cli.run import planned
     from rcq_cli.store import check_out
 
-    check_out(plan.out)
-    executor_of(plan)
+    if stores:
+        check_out(plan.out)
+        executor_of(plan)
     loads: Loads = {}
     runs = []
     for batch in plan.batches:

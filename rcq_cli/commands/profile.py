@@ -101,7 +101,7 @@ def command(
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
 
-        return answer_dry_run(shell, plan)
+        return answer_dry_run(shell, plan, stores=False)
     from rcq_cli.commands._profile import Asked
     from rcq_cli.profiling import Effort
 

@@ -1,4 +1,4 @@
-"""Scores of originals in backend `cpu`: right for any number of heads and tokens, and nothing else written."""
+"""Scores of originals in backend `cpu`: right for any number of heads and tokens."""
 
 import numpy as np
 import pytest
