@@ -130,6 +130,13 @@ def pair_rows(spec: PairSpec, reference: Sequence[Row], candidate: Sequence[Row]
 def _check_same_question(
     spec: PairSpec, pairing: Pairing, arms: list[dict[str, Row]], shared: list[str]
 ) -> None:
+    empty = [name for name, arm in zip(("reference", "candidate"), arms, strict=True) if not arm]
+    if empty:  # a run that was stopped before its first sample: it has to be finished, not set up differently
+        what = (
+            f"{' and '.join(empty)} hold no sample" if len(empty) > 1 else f"the {empty[0]} holds no sample"
+        )
+        pairing.problems.append(Problem(6, "no_samples", what, 0))
+        return
     if not shared:
         pairing.problems.append(Problem(5, "no_common_samples", "the two runs share no sample", 0))
         return

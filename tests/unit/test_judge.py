@@ -456,6 +456,18 @@ def test_runs_without_a_common_sample_are_not_comparable():
     assert codes(pair)["no_common_samples"] == 5
 
 
+@pytest.mark.parametrize("empty", ["reference", "candidate", "both"])
+def test_a_run_that_holds_no_sample_is_incomplete_and_not_another_setting(empty):
+    reference, candidate = table(5, 0, 0, 0)
+    arms = (
+        [] if empty in (name, "both") else rows
+        for name, rows in (("reference", reference), ("candidate", candidate))
+    )
+    pair = judge_cell(spec(), *arms)
+    assert codes(pair) == {"no_samples": 6}
+    assert pair["verdict"] == "inconclusive"
+
+
 def test_other_prompts_allowed_are_two_samples_that_cannot_pass():
     reference, candidate = table(400, 0, 0, 0)
     other = [r | {"prompt_ids_sha256": "x"} for r in candidate]
