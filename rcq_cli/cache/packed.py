@@ -4,7 +4,6 @@ One byte record of keys and one of values per block.
 """
 
 from dataclasses import replace
-from operator import is_
 from threading import Lock
 from typing import Any
 
@@ -44,7 +43,7 @@ class PackedStore(TieredStore):
         }
         self.annotations = Slab(heads, (state.NOTES,), torch.float16)
         self.checks = Slab(heads, (4,), torch.int64)
-        self._call, self._given = state.Call(self.shape), list[Tensor]()
+        self._call, self._moves = state.Call(self.shape), 0
         self.lock = Lock()
         """Held while a kernel reads the call: threads may attend on one store at once."""
 
@@ -120,27 +119,30 @@ class PackedStore(TieredStore):
 
     def call(self) -> state.Call:
         """Return what kernels are given of this store; valid until the store changes."""
-        assert self.centre is not None
-        given = [slab.data for slab in self._slabs()]
-        if self.originals is not None:
-            given += self.originals[0].data, self.originals[1].data
-        given += self.tail, self.centre, self.value_spectrum.parts, self.residual_spectrum.parts
-        if len(given) != len(self._given) or not all(map(is_, given, self._given)):
-            self._place(given)
-        self._call.put(state.COUNTS, self.block_count, self.tail_tokens)
+        call = self.placed()
+        call.put(state.COUNTS, self.block_count, self.tail_tokens)
+        return call
+
+    def placed(self) -> state.Call:
+        """Return the same without counts: a step writes its own."""
+        if self._moves != Slab.moves:
+            self._moves = Slab.moves
+            self._place()
         return self._call
 
-    def _place(self, given: list[Tensor]) -> None:
-        """Write where things are, after a slab grew or a fork took over."""
-        call, self._given = self._call, given
-        held, others = given[:-4], given[-4:]
+    def _place(self) -> None:
+        """Write where things are: some slab grew, or was handed to a fork."""
+        call, held = self._call, [slab.data for slab in self._slabs()]
         pitches = [data.stride(0) for data in held[:6]]
         if self.originals is None:  # mode naive has neither checks nor originals
             pitches, held = [*pitches[:5], 0, 0], held + [self.tail] * 3
         else:
+            held += [slab.data for slab in self.originals]
             pitches.append(held[6].stride(0) * self.tail.element_size())
+        assert self.centre is not None
+        spectra = (self.value_spectrum.parts, self.residual_spectrum.parts)
         call.put(state.PITCHES, *pitches)
-        call.put(state.TIERS, *(t.data_ptr() for t in (*held, *others)))
+        call.put(state.TIERS, *(t.data_ptr() for t in (*held, self.tail, self.centre, *spectra)))
 
     # -- reading --------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """A tensor that grows along its second dimension."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,17 +34,33 @@ def aligned(make: Callable[[int, type], np.ndarray], count: int) -> np.ndarray:
     return raw[skip : skip + count]
 
 
+_moves = itertools.count(1)
+
+
 class Slab:
     """`[H, length, ...]` rows in a buffer with little slack: what is allocated is what the ledger counts.
 
     Rows are never rewritten once a fork exists: a fork shares them and copies on its next growth.
     """
 
+    moves: ClassVar[int] = 0
+    """Another number whenever the buffer of any slab is replaced: kept addresses are looked up again."""
+
     def __init__(
         self, heads: int, tail: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self.data = torch.empty(heads, 0, *tail, dtype=dtype, device=device)
         self.length = 0
+
+    @property
+    def data(self) -> Tensor:
+        """Return the buffer, `[H, capacity, ...]`."""
+        return self._data
+
+    @data.setter
+    def data(self, buffer: Tensor) -> None:
+        self._data = buffer
+        Slab.moves = next(_moves)
 
     def extend(self, rows: Tensor) -> None:
         """Add `[H, n, ...]` rows at the end."""

@@ -199,7 +199,7 @@ def run_kernel(cache: PackedStore, query: Tensor, budget: Budget | None, explore
         limits = (1, budget.skip, budget.rounds, cache.geometry.scale, budget.eps, absolute, explore)
     answer = query.data_ptr(), output.data_ptr(), fields.data_ptr()
     with cache.lock:
-        call = cache.call()
+        call = cache.placed()
         if call.scratch != scratch.number:
             call.put(state.ROOM, *scratch.room)
             call.put(state.SCRATCH, *scratch.addresses)
