@@ -287,6 +287,10 @@ class Certificate:
     reported: Mapping[str, Tensor] = field(default_factory=dict)
     """Figures `[Hq]` by formulas of a mode's own, beside the bounds and never part of them."""
 
+    def finite(self) -> bool:
+        """Return whether every bound is finite."""
+        return bool(self.total_bound.isfinite().all())
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -31,15 +31,22 @@ class FusedCertificate(Certificate):
     That costs fifty microseconds behind a model's weights, which few who generate text ever need.
     """
 
-    __slots__ = ("_blocks", "_fields")
+    __slots__ = ("_blocks", "_fields", "_within")
 
     @classmethod
-    def written(cls, fields: Tensor, blocks: int) -> "FusedCertificate":
-        """Return the certificate that `fields` `[FIELDS, Hq]`, float64, describe."""
+    def written(cls, fields: Tensor, blocks: int, *, within: bool) -> "FusedCertificate":
+        """Return the certificate that `fields` `[FIELDS, Hq]`, float64, describe.
+
+        `within`: the kernels found all bounds within the budget, none had to be recomputed.
+        """
         made = cls.__new__(cls)
-        object.__setattr__(made, "_fields", fields)
-        object.__setattr__(made, "_blocks", blocks)
+        for name, value in (("_fields", fields), ("_blocks", blocks), ("_within", within)):
+            object.__setattr__(made, name, value)
         return made
+
+    def finite(self) -> bool:
+        """Return whether every bound is finite, as all are that are within a budget."""
+        return getattr(self, "_within", False) or super().finite()
 
     def __getattr__(self, name: str) -> Any:
         """Fill the slots, which are empty until one is read."""
@@ -85,7 +92,8 @@ class FusedStep:
                 self._faulty(faults, done.output, fields)
             else:
                 self._exact_heads(done.output, fields)
-        return Step(done.output, FusedCertificate.written(done.fields, self.cache.block_count))
+        certificate = FusedCertificate.written(done.fields, self.cache.block_count, within=not done.trouble)
+        return Step(done.output, certificate)
 
     @phased("fallback")
     def _exact_heads(self, output: Tensor, fields: np.ndarray) -> None:

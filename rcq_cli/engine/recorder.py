@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +14,18 @@ from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels._rounding import round_up
 from rcq_cli.protocols import Certificate, LayerState, Step, StepArrays
 
-_BOUNDS = ("key_bound", "value_bound", "dropped_bound", "rounding_bound", "total_bound", "output_norm")
+_BOUNDS = ("key_bound", "value_bound", "dropped_bound", "rounding_bound", "total_bound")
 _COUNTS = ("exact", "rung", "promoted_key_blocks", "promoted_value_blocks")
 # what float64 attention itself may be off by is inside the bound of every step; this covers the comparison
 _COMPARISON = 1.0 + 2.0**-40
+
+
+class _Row(NamedTuple):
+    """One step of one layer: what a certificate says is read from it when the sample is done."""
+
+    certificate: Certificate
+    error: Tensor | None
+    """[Hq], where the step was audited."""
 
 
 class StepRecorder:
@@ -31,7 +40,7 @@ class StepRecorder:
         self.audit = audit if certifies else 0.0
         self.certifies = certifies
         self.audit_ns = 0
-        self.rows: dict[int, list[dict[str, Any]]] = {index: [] for index in layers}
+        self.rows: dict[int, list[_Row]] = {index: [] for index in layers}
         self._draw = np.random.Generator(np.random.PCG64(seed))
         self._plan: list[bool] = []
 
@@ -47,15 +56,10 @@ class StepRecorder:
             return
         started = time.perf_counter_ns()
         _check_finite(index, state, query, step.certificate)
-        rows = self.rows[index]
-        row = {name: getattr(step.certificate, name) for name in (*_BOUNDS, *_COUNTS)}
-        row["blocks"], row["paged_bytes"] = step.certificate.blocks, step.certificate.paged_bytes
-        error = torch.full_like(step.certificate.total_bound, torch.nan)
+        rows, error = self.rows[index], None
         if self._plan[len(rows) - self._base[index]]:
             error = (state.exact(query) - step.output.double()).norm(dim=-1)
-        row["true_error"] = error
-        row["violated"] = violated(step.certificate, error)
-        rows.append(row)
+        rows.append(_Row(step.certificate, error))
         self.audit_ns += time.perf_counter_ns() - started
 
     def arrays(self) -> StepArrays | None:
@@ -67,25 +71,36 @@ class StepRecorder:
         if not self.certifies or not steps:
             return None
 
-        def stack(name: str) -> Tensor:
+        def stack(read: Callable[[_Row], Tensor]) -> Tensor:
             return torch.stack(
-                [torch.stack([row[name] for row in self.rows[i][:steps]]) for i in self.layers], 1
+                [torch.stack([read(row) for row in self.rows[i][:steps]]) for i in self.layers], 1
             )
 
-        arrays: dict[str, Any] = {name: round_up(stack(name), torch.float32).numpy() for name in _BOUNDS[:-1]}
-        arrays["output_norm"] = stack("output_norm").float().numpy()
-        arrays["true_error"] = stack("true_error").float().numpy()
-        arrays |= {name: stack(name).numpy() for name in (*_COUNTS, "violated")}
+        def held(name: str) -> Tensor:
+            return stack(lambda row: getattr(row.certificate, name))
+
+        error, bound = stack(_error_of), held("total_bound")
+        arrays: dict[str, Any] = {name: round_up(held(name), torch.float32).numpy() for name in _BOUNDS}
+        arrays["output_norm"] = held("output_norm").float().numpy()
+        arrays["true_error"] = error.float().numpy()
+        arrays["violated"] = violated(bound, error).numpy()
+        arrays |= {name: held(name).numpy() for name in _COUNTS}
         for name in ("blocks", "paged_bytes"):
             arrays[name] = np.array(
-                [[row[name] for row in self.rows[i][:steps]] for i in self.layers], dtype=np.int64
+                [[getattr(row.certificate, name) for row in self.rows[i][:steps]] for i in self.layers],
+                dtype=np.int64,
             ).T
         return StepArrays(**arrays, layers=self.layers)
 
 
+def _error_of(row: _Row) -> Tensor:
+    """Return the error of an audited step; NaN where nobody looked."""
+    return torch.full_like(row.certificate.total_bound, torch.nan) if row.error is None else row.error
+
+
 def _check_finite(index: int, state: LayerState, query: Tensor, certificate: Certificate) -> None:
     """Raise `BrokenRun` where a bound is not finite because the model's own keys, values or query are not."""
-    if bool(torch.isfinite(certificate.total_bound).all()) or bool(torch.isfinite(state.exact(query)).all()):
+    if certificate.finite() or bool(torch.isfinite(state.exact(query)).all()):
         return
     raise BrokenRun(
         f"layer {index}: the model made keys, values or queries that are not finite",
@@ -95,7 +110,6 @@ def _check_finite(index: int, state: LayerState, query: Tensor, certificate: Cer
     )
 
 
-def violated(certificate: Certificate, error: Tensor) -> Tensor:
-    """Return per query head whether an error is above its bound or the bound not finite; NaN passes."""
-    over = error > certificate.total_bound * _COMPARISON
-    return over | ~torch.isfinite(certificate.total_bound)
+def violated(bound: Tensor, error: Tensor) -> Tensor:
+    """Return where an error is above its bound or the bound not finite; NaN, an unknown error, passes."""
+    return (error > bound * _COMPARISON) | ~torch.isfinite(bound)
