@@ -27,6 +27,7 @@ from rcq_cli.kernels._cpu_vector import (
     highest,
     larger,
     load,
+    long_bits,
     merged,
     mul,
     pick_less,
@@ -51,7 +52,7 @@ def note_print(notes: Any, at: int) -> int:
 def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int, ahead: int) -> int:
     """Return a fingerprint of block `b`: 0 key record, 1 value record (both with notes), 2, 3 originals.
 
-    Asks for that of the block `ahead` further on.
+    Those cover what stands for a raw block in its bounds. Asks for that of the block `ahead` further on.
     """
     if part == 0:
         at, notes = (
@@ -65,9 +66,22 @@ def block_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: in
             note_print(tiers.notes, h * turn.note_pitch + NOTES * b),
         )
         return hash_words(tiers.values, at, shape.value_bytes, 2, ahead * shape.value_bytes) + notes
+    bound = bound_print(tiers, h * turn.raw_bound_pitch + 2 * b, part)
+    return originals_print(shape, turn, tiers, h, b, part, ahead) + bound
+
+
+@plain
+def originals_print(shape: Shape, turn: Turn, tiers: Store, h: int, b: int, part: int, ahead: int) -> int:
+    """Return a fingerprint of the keys (2) or values (3) of block `b`."""
     count = shape.block * shape.dim * item_bytes(shape)
     source = tiers.original_keys if part == 2 else tiers.original_values
     return hash_words(source, h * turn.original_pitch + b * count, count, part + 1, ahead * count)
+
+
+@plain
+def bound_print(tiers: Store, at: int, part: int) -> int:
+    """Return what the bound of a raw block at `raw_bounds[at:]` adds to the fingerprint of its originals."""
+    return np.int64(np.uint64(long_bits(tiers.raw_bounds[at + part - 2])) * np.uint64(0xD6E8FEB86659FD93))
 
 
 @plain
@@ -200,12 +214,16 @@ def drawn(state: int, bit: int, count: int) -> int:
 
 @merged
 def explore(shape: Shape, turn: Turn, limits: Limits, tiers: Store, item: Item, slot: Slot, h: int) -> None:
-    """Compare the codes of a few blocks with the originals, for one query head, only to find corruption."""
+    """Compare a few blocks with their fingerprints, and key codes with the originals for one query head.
+
+    Only to find corruption.
+    """
     state = np.uint64(turn.count * 8191 + h + 1) * np.uint64(0x9E3779B97F4A7C15)
     wanted = limits.explore * turn.blocks + np.float64(state >> np.uint64(11)) * 2.0**-53
     for _ in range(int(wanted)):
         state = following(state)
         b, r, after = drawn(state, 33, turn.blocks), drawn(state, 20, shape.group), following(state)
         ahead = drawn(after, 33, turn.blocks) - b
-        if sound(shape, turn, tiers, h, b, 2, ahead) and sound(shape, turn, tiers, h, b, 0, ahead):
+        unchanged = sound(shape, turn, tiers, h, b, 1, ahead) and sound(shape, turn, tiers, h, b, 2, ahead)
+        if unchanged and sound(shape, turn, tiers, h, b, 0, ahead):
             compare_scores(shape, turn, tiers, item, slot, h, b, r, r + 1)

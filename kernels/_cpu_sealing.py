@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rcq_cli.kernels._cpu_promote import block_print
+from rcq_cli.kernels._cpu_promote import block_print, bound_print, originals_print
 from rcq_cli.kernels._cpu_score import MARGIN, item_bytes, widen
 from rcq_cli.kernels._cpu_state import NOTES, Shape, Store, Turn
 from rcq_cli.kernels._cpu_vector import (
@@ -347,8 +347,11 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     bounds, checks = h * turn.raw_bound_pitch + 2 * b, h * turn.check_pitch + 4 * b
     tiers.raw_bounds[bounds], tiers.raw_bounds[bounds + 1] = norm * MARGIN, radius * MARGIN
     for part in range(4 if turn.check_pitch else 0):  # mode naive checks nothing
-        place = b if part < 2 else j
-        tiers.checks[checks + part] = block_print(shape, turn, tiers, h, place, part, 0)
+        if part < 2:
+            tiers.checks[checks + part] = block_print(shape, turn, tiers, h, b, part, 0)
+        else:  # originals are those of this call
+            own = originals_print(shape, turn, tiers, h, j, part, 0)
+            tiers.checks[checks + part] = own + bound_print(tiers, bounds, part)
 
 
 @plain

@@ -556,6 +556,7 @@ def put_word(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     return types.void(pointer, i64, types.uint32), code
 
 
+long_bits = _op(types.int64, (types.float64,), lambda b, x: b.bitcast(x, _i64))
 as_float = _op(f32, (types.uint32,), lambda b, x: b.bitcast(x, _f32))
 
 

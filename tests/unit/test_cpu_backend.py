@@ -354,6 +354,42 @@ def test_a_block_that_loses_its_raw_flag_is_trusted_with_nothing(backend: str) -
     check(cache, k, v, 4, 1e-3, seed=5)
 
 
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_damaged_record_is_found_by_looking_around(part: str) -> None:
+    k, v = data("topics", 1, 330, 64, seed=5)
+    cache = LayerCache("certified", query_heads=4, kv_heads=1, head_dim=64, backend="cpu", explore=1.0)
+    cache.prefill(k, v)
+    store = cache._state.cache
+    store.blocks[part].data[0, 4, -1] ^= 1
+    query, steps = torch.zeros(4, 64), 0  # even attention: nothing else makes it look at this block
+    while not store.raw.rows[0, 4]:
+        step, steps = cache.attend(query), steps + 1
+        assert steps < 10
+    assert step.certificate.rung.tolist() == [4] * 4
+
+
+@pytest.mark.parametrize("entry", [0, 1])
+def test_a_changed_bound_of_a_raw_block_is_found(entry: int) -> None:
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, 330, 64, generator=gen) for _ in "kv")
+    k[:, 64:96] *= 3e5
+    cache = LayerCache("certified", query_heads=4, kv_heads=1, head_dim=64, backend="cpu", explore=0.0)
+    cache.prefill(k, v)
+    store, query = cache._state.cache, torch.randn(4, 64, generator=gen)
+    assert store.raw.rows[0].tolist() == [False] * 2 + [True] + [False] * 7
+    kept = store.raw_bounds.data[0, 2, entry].clone()
+    for bit in range(64):
+        store.raw_bounds.data[0, 2, entry] = kept
+        store.raw_bounds.data.view(torch.int64)[0, 2, entry] ^= 1 << bit if bit < 63 else -(1 << 63)
+        with pytest.raises(BrokenRun):
+            cache.verify()
+        with pytest.raises(BrokenRun):
+            cache.attend(query)
+    store.raw_bounds.data[0, 2, entry] = kept
+    cache.verify()
+    cache.attend(query)
+
+
 def test_a_change_of_any_word_changes_the_fingerprint() -> None:
     k, v = data("plain", 2, 64, 32, seed=3)
     cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=32, backend="cpu")
