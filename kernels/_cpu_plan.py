@@ -216,15 +216,12 @@ def heaviest(line: Line, width: int) -> tuple[float, float, int]:
 
 
 @merged
-def guess(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int) -> None:
-    """Guess the output of row `r` from its pinned and its heaviest blocks; only steers."""
-    line, row, dim, end = line_of(turn, slot, r), h * shape.group + r, shape.dim, turn.blocks + 1
-    width, plan = used_width(turn.blocks), ahead(tiers.plans, row * PLANS)
-    for b in range(end):
-        line.keep[b], slot.reads[b] = np.float32(1), 0
-    weight = plan[PLAN_WEIGHT] = normalise(line, width)
+def mark_heaviest(turn: Turn, line: Line, slot: Slot, width: int) -> float:
+    """Mark the heaviest blocks to be read, none that is pinned; return their share of the weight."""
     high, low, left = heaviest(line, width)
-    pinned, seen = np.float64(line.share[turn.blocks]), 0.0
+    for b in range(turn.blocks + 1):
+        slot.reads[b] = 0
+    seen = 0.0
     for first in range(0, turn.blocks, LANES):
         if highest(load(line.share, first)) < low:
             continue
@@ -234,26 +231,50 @@ def guess(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int
                 left -= not certain
                 seen += np.float64(line.share[b])
                 slot.reads[b] = READ_CODES
-    b = next_of(slot.pins, 0, turn.blocks, 1)
+    return seen
+
+
+@merged
+def pinned_share(turn: Turn, line: Line, slot: Slot) -> float:
+    """Return the share of the weight of the pinned blocks and the open tail."""
+    pinned, b = np.float64(line.share[turn.blocks]), next_of(slot.pins, 0, turn.blocks, 1)
     while b < turn.blocks:
         pinned, b = pinned + np.float64(line.share[b]), next_of(slot.pins, b + 1, turn.blocks, 1)
-    missing, apart = max(0.0, 1 - pinned - seen), ahead(tiers.outputs, row * dim)
-    mine, centre, sole = ahead(item.sums, r * dim), ahead(tiers.centre, h * dim), missing < GLANCE_SURE
+    return pinned
+
+
+@merged
+def mark_pinned(turn: Turn, slot: Slot) -> None:
+    """Mark the pinned blocks and the open tail to be read."""
+    slot.reads[turn.blocks], b = READ_ORIGINALS, next_of(slot.pins, 0, turn.blocks, 1)
+    while b < turn.blocks:
+        slot.reads[b], b = READ_ORIGINALS, next_of(slot.pins, b + 1, turn.blocks, 1)
+
+
+@merged
+def guess(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int, r: int) -> None:
+    """Guess the output of row `r` from its pinned and its heaviest blocks; only steers."""
+    line, row, dim, end = line_of(turn, slot, r), h * shape.group + r, shape.dim, turn.blocks + 1
+    width, plan = used_width(turn.blocks), ahead(tiers.plans, row * PLANS)
+    for b in range(end):
+        line.keep[b] = np.float32(1)
+    weight = plan[PLAN_WEIGHT] = normalise(line, width)
+    # only sums of their own tell what more of the heaviest would add: two passes, unless little is missing
+    seen = mark_heaviest(turn, line, slot, width)
+    missing = max(0.0, 1 - seen - pinned_share(turn, line, slot))
+    mine, apart = ahead(item.sums, r * dim), ahead(tiers.outputs, row * dim)
     for c in range(dim):
         apart[c] = 0.0
-    if not sole:
+    if missing >= GLANCE_SURE:
         sum_reads(shape, turn, tiers, item, slot, h, 0, end, r)
         for c in range(dim):
             apart[c] = mine[c]
         for b in range(turn.blocks):
             slot.reads[b] = 0
-    b = next_of(slot.pins, 0, turn.blocks, 1)
-    while b < turn.blocks:
-        slot.reads[b], b = READ_ORIGINALS, next_of(slot.pins, b + 1, turn.blocks, 1)
-    slot.reads[turn.blocks] = READ_ORIGINALS
+    mark_pinned(turn, slot)
     sum_reads(shape, turn, tiers, item, slot, h, 0, end, r)
-    stretch = 0.0 if sole or seen == 0 else missing / seen
-    extrapolate(tiers, row, dim, weight, missing, stretch, centre, mine, apart)
+    stretch = missing / seen if missing >= GLANCE_SURE and seen > 0 else 0.0
+    extrapolate(tiers, row, dim, weight, missing, stretch, ahead(tiers.centre, h * dim), mine, apart)
 
 
 @loose
