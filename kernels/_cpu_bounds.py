@@ -142,10 +142,10 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
     V1 and V3 of theory section 6; `move` is empty.
     """
     inverse, centre_, one = splat(np.float32(1 / weight)), splat(np.float32(centre)), splat(np.float32(1))
-    least = splat(np.float32(LEAST))
-    summands, charges, farthest = 0.0, 0.0, splat(np.float32(0))
+    least, zero = splat(np.float32(LEAST)), splat(np.float32(0))
+    summands, charges, farthest = 0.0, 0.0, zero
     for start in range(0, width, SHORT_RUN):
-        summand, charge = splat(np.float32(0)), splat(np.float32(0))
+        summand = charge = zero
         for b in range(start, min(width, start + SHORT_RUN), LANES):
             keep, share = load(line.keep, b), load(line.share, b)
             coded = mul(load(line.value_coded, b), keep)
@@ -154,7 +154,7 @@ def value_terms(line: Line, slot: Slot, width: int, weight: float, centre: float
             store(line.cost, b, mul(smaller(mul(share, load(slot.eta, b)), joint), coded))
             seen = larger(relative, least)
             store(line.energy, b, mul(mul(mul(seen, seen), square), coded))
-            store(line.move, b, splat(np.float32(0)))
+            store(line.move, b, zero)
             # an original, or c0 in place of it
             other = mul(fma(load(slot.radius, b), keep, centre_), sub(one, coded))
             summand = fma(share, fma(coded, load(slot.magnitude, b), other), summand)

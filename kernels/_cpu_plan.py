@@ -256,8 +256,6 @@ def guess(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h: int
     """Guess the output of row `r` from its pinned and its heaviest blocks; only steers."""
     line, row, dim, end = line_of(turn, slot, r), h * shape.group + r, shape.dim, turn.blocks + 1
     width, plan = used_width(turn.blocks), ahead(tiers.plans, row * PLANS)
-    for b in range(end):
-        line.keep[b] = np.float32(1)
     weight = plan[PLAN_WEIGHT] = normalise(line, width)
     # only sums of their own tell what more of the heaviest would add: two passes, unless little is missing
     seen = mark_heaviest(turn, line, slot, width)

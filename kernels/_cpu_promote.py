@@ -118,7 +118,7 @@ def compare_scores(
     reach = np.float64(slot.reach[b])
     fold_queries(shape, tiers, at, at, item, h, 0, low, high)
     multiply(shape, tiers, at, at, item, 0, low, high, pads, 0)
-    for r in range(low, min(high, shape.group)):
+    for r in range(low, high):
         row = h * shape.group + r
         if tiers.failed[row]:
             continue

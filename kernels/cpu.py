@@ -152,7 +152,7 @@ def check_piece(address: int, phase: int, index: int, number: int) -> int:
 
 
 def finite_piece(address: int, kind: int, count: int, number: int) -> int:
-    """Return 1 if all of the `count` numbers at `address` are finite, else 0.
+    """Add to `number` 1 if all of the `count` numbers at `address` are finite.
 
     `kind` is that of `Shape`, `count` a multiple of LANES.
     """
@@ -190,9 +190,7 @@ def spread_out(function: int, address: int, phase: int, pieces: int, number: int
     return result
 
 
-def run(
-    piece: Callable[[int, int, int, int], int], address: int, phase: int, pieces: int, number: int
-) -> int:
+def run(piece: Work, address: int, phase: int, pieces: int, number: int) -> int:
     """Run a piece of work for every index below `pieces`, on all threads; return the sum of its answers."""
     function = compiled(piece)
     if pieces == 1:  # no thread has to be woken
@@ -252,9 +250,18 @@ class Cpu(Reference):
         return None
 
     def finite(self, numbers: Tensor) -> bool:
-        """Return whether all are; a few of them, as in a query, cost a microsecond."""
+        """Return whether all are; a few of them, as in a query, cost a microsecond.
+
+        Modes that run no kernel never `warm` them, and nothing is compiled for them here.
+        """
         count, kind = numbers.numel(), KINDS.get(numbers.dtype)
-        if kind is None or count > FEW or count % LANES or not numbers.is_contiguous():
+        if (
+            not warm.cache_info().currsize
+            or kind is None
+            or count > FEW
+            or count % LANES
+            or not numbers.is_contiguous()
+        ):
             return super().finite(numbers)
         return bool(compiled(finite_piece).ctypes(numbers.data_ptr(), kind, count, 0))
 

@@ -79,11 +79,11 @@ class StepRecorder:
         def held(name: str) -> Tensor:
             return stack(lambda row: getattr(row.certificate, name))
 
-        error, bound = stack(_error_of), held("total_bound")
-        arrays: dict[str, Any] = {name: round_up(held(name), torch.float32).numpy() for name in _BOUNDS}
+        error, bounds = stack(_error_of), {name: held(name) for name in _BOUNDS}
+        arrays: dict[str, Any] = {name: round_up(b, torch.float32).numpy() for name, b in bounds.items()}
         arrays["output_norm"] = held("output_norm").float().numpy()
         arrays["true_error"] = error.float().numpy()
-        arrays["violated"] = violated(bound, error).numpy()
+        arrays["violated"] = violated(bounds["total_bound"], error).numpy()
         arrays |= {name: held(name).numpy() for name in _COUNTS}
         for name in ("blocks", "paged_bytes"):
             arrays[name] = np.array(

@@ -462,6 +462,7 @@ def test_a_certificate_is_whole_whatever_is_asked_for_first(first: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [16, 4096, 48, 40, 2**16 + 16])
 def test_numbers_that_are_not_finite_are_found_wherever_they_are(count: int, dtype: torch.dtype) -> None:
+    cpu.warm()
     largest = torch.finfo(dtype).max
     numbers = torch.full((count,), largest, dtype=dtype)
     numbers[::2] = -largest
