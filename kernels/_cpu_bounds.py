@@ -53,6 +53,8 @@ LEAST = 1e-18
 """Weights count as at least this where they are squared: the square of a smaller one may be subnormal."""
 HOPELESS = 1e6
 """Caps what a block shifts; a head that shifts more than a tenth of it has the trivial bound only."""
+CLASS = 21
+"""Low bits of a float32 in which costs of one bucket differ: four buckets an octave."""
 SHORT_RUN = 512 * LANES
 """Blocks summed in float32, 512 a lane."""
 
@@ -211,10 +213,12 @@ def breadth(line: Line, slot: Slot, b: int, errors: Errors) -> Any:
 def key_terms(
     line: Line, slot: Slot, width: int, weight: float, away: float, tokens: int, errors: Errors
 ) -> KeySums:
-    """Write cw * (rv + h), cw and c2 of blocks with coded keys; return the sums of theory section 5.
+    """Write min(cw * rv, sqrt(c2) * spectral norm) + cw * h, cw and c2 of blocks with coded keys.
 
     Where the score errors e of a block have a small norm, sum p |e| <= sqrt(S2) norm(e) by Cauchy-Schwarz,
-    and sum (p e)^2 <= (max p)^2 norm(e)^2; the largest p is the block's factor.
+    and sum (p e)^2 <= (max p)^2 norm(e)^2; the largest p is the block's factor. Values of one block move the
+    output by no more than the norm of what their weights shift times the spectral norm of V - c0. Returns
+    the sums of theory section 5.
     """
     lost = max(tokens * FLUSHED / weight, 1.2e-38)
     inverse, away_, lost_ = splat(np.float32(1 / weight)), splat(np.float32(away)), splat(np.float32(lost))
@@ -230,11 +234,14 @@ def key_terms(
             loss, lifted = mul(lost_, add(up, one)), mul(mul(load(line.factor, b), inverse), up)
             together = smaller(mul(root(square), wide), load(line.mass, b))
             shift = pick_less(delta, limit, capped(fma(lifted, together, loss)), hopeless)
-            cost = mul(shift, add(load(slot.radius, b), away_))
             reach = larger(pick_less(delta, limit, capped(lifted), hopeless), least)
+            # weights that underflowed stand in no square: what they may become counts like one more token
+            energy = fma(mul(reach, reach), smaller(mul(wide, wide), square), mul(loss, loss))
+            joint = mul(root(energy), load(slot.centre_spectrum, b))
+            cost = fma(shift, away_, smaller(mul(shift, load(slot.radius, b)), joint))
             store(line.cost, b, mul(cost, coded))
             store(line.move, b, mul(shift, coded))
-            store(line.energy, b, mul(mul(mul(reach, reach), smaller(mul(wide, wide), square)), coded))
+            store(line.energy, b, mul(energy, coded))
             fix, fit = fma(cost, sub(one, coded), fix), fma(share, down, fit)
             shifted, gone, widest = add(shifted, shift), add(gone, loss), larger(delta, widest)
         fixed, low = fixed + total(fix), low + total(fit)
@@ -244,13 +251,18 @@ def key_terms(
 
 @merged
 def skip_terms(line: Line, slot: Slot, width: int, weight: float) -> None:
-    """Write share * rv and S2 of blocks whose values are not read; `move` is empty."""
+    """Write min(share * rv, sqrt(S2) * spectral norm) and S2 of blocks whose values are not read.
+
+    `move` is empty.
+    """
     inverse, one, zero = splat(np.float32(1 / weight)), splat(np.float32(1)), splat(np.float32(0))
     least = splat(np.float32(LEAST))
     for b in range(0, width, LANES):
         skipped, relative = sub(one, load(line.keep, b)), larger(mul(load(line.factor, b), inverse), least)
-        store(line.cost, b, mul(mul(load(line.share, b), load(slot.radius, b)), skipped))
-        store(line.energy, b, mul(mul(mul(relative, relative), load(line.square, b)), skipped))
+        energy = mul(mul(relative, relative), load(line.square, b))
+        joint = mul(root(energy), load(slot.centre_spectrum, b))
+        store(line.cost, b, mul(smaller(mul(load(line.share, b), load(slot.radius, b)), joint), skipped))
+        store(line.energy, b, mul(energy, skipped))
         store(line.move, b, zero)
 
 
@@ -286,7 +298,12 @@ def spread(line: Line, width: int, table: Any) -> int:
         sums[j] = 0.0
     # what is not above `floor` belongs to the last bucket; that is most of a peaked head, a vector at a time
     top, last = bits(np.float32(largest_of(line.cost, width))), BUCKETS - 1
-    floor, rest_cost, rest_energy, rest_move = as_float(np.uint32(max(top - (last << 20), 0))), 0.0, 0.0, 0.0
+    floor, rest_cost, rest_energy, rest_move = (
+        as_float(np.uint32(max(top - (last << CLASS), 0))),
+        0.0,
+        0.0,
+        0.0,
+    )
     for start in range(0, width, SHORT_RUN):
         cost = energy = move = splat(np.float32(0))
         for first in range(start, min(width, start + SHORT_RUN), LANES):
@@ -296,7 +313,7 @@ def spread(line: Line, width: int, table: Any) -> int:
                 move = add(move, load(line.move, first))
                 continue
             for b in range(first, first + LANES):
-                j = min(max((top - bits(line.cost[b])) >> 20, 0), last)
+                j = min(max((top - bits(line.cost[b])) >> CLASS, 0), last)
                 add_three(sums, 2 * j + b % 2, line.cost, line.energy, line.move, b)
         rest_cost, rest_energy = rest_cost + total(cost), rest_energy + total(energy)
         rest_move += total(move)
@@ -334,7 +351,7 @@ def edge(top: int, j: int) -> float:
     """
     if j >= BUCKETS:
         return np.float32(0)
-    return as_float(np.uint32(min(max(top - (j << 20) + 1, 0), 0x7F800000)))
+    return as_float(np.uint32(min(max(top - (j << CLASS) + 1, 0), 0x7F800000)))
 
 
 @plain

@@ -129,7 +129,8 @@ def start(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int) -> None:
             line.delta[b] = line.rest[b] = zero
     for b in range(turn.blocks + 1, width):
         slot.reach[b] = slot.key_radius[b] = slot.eta[b] = slot.radius[b] = zero
-        slot.magnitude[b] = slot.step[b] = slot.key_spectrum[b] = slot.value_spectrum[b] = zero
+        slot.magnitude[b] = slot.step[b] = zero
+        slot.key_spectrum[b] = slot.value_spectrum[b] = slot.centre_spectrum[b] = zero
     for b in range(width):
         pinned = (
             b == 0 or b == turn.blocks - 1 or (b < turn.blocks and tiers.raw[h * turn.raw_pitch + b] != 0)
@@ -282,17 +283,21 @@ def extrapolate(
 ) -> None:  # fmt: skip
     """Guess the output of `row`: sums over some blocks, over the heaviest of the others, and what is missing.
 
-    That may be like c0, or like those heaviest: then it is `stretch` times their sum. Plan for the smaller
-    output: what is promoted for a budget that turns out larger costs less than another round.
+    That may be like c0, or like those heaviest: then it is `stretch` times their sum; or like anything in
+    between. Plan for the smallest of these outputs: what is promoted for a budget that turns out larger costs
+    less than another round.
     """
-    norm = away = other_norm = other_away = 0.0
+    norm = across = step = 0.0
     for c in range(dim):
         x, y = fixed[c] / weight, read[c] / weight
-        one, other = x + y + missing * centre[c], x + y * (1 + stretch)
-        norm, other_norm = norm + one * one, other_norm + other * other
-        away, other_away = away + (one - centre[c]) ** 2, other_away + (other - centre[c]) ** 2
-    if stretch > 0 and other_norm < norm:
-        norm, away = other_norm, other_away
+        one, change = x + y + missing * centre[c], y * stretch - missing * centre[c]
+        norm, across, step = norm + one * one, across + one * change, step + change * change
+    part = min(1.0, max(0.0, -across / step)) if stretch > 0 and step > 0 else 0.0
+    norm = away = 0.0
+    for c in range(dim):
+        x, y = fixed[c] / weight, read[c] / weight
+        z = x + y + missing * centre[c] + part * (y * stretch - missing * centre[c])
+        norm, away = norm + z * z, away + (z - centre[c]) ** 2
     tiers.plans[row * PLANS + PLAN_NORM] = np.sqrt(norm)
     tiers.plans[row * PLANS + PLAN_AWAY] = np.sqrt(away)
 

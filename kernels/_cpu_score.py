@@ -100,8 +100,14 @@ def prepare(shape: Shape, limits: Limits, tiers: Store, h: int) -> None:
         tiers.slacks[row] = np.float32((relative * norm * MARGIN + 1e-36) * (1 + 2.0**-22))
 
 
+@plain
+def all_along(shape: Shape, norm: float) -> float:
+    """Bound the spectral norm of a block's rows, none of which is longer than `norm`."""
+    return np.float32(np.float64(norm) * np.sqrt(np.float64(shape.block)) * (1 + 2.0**-22))
+
+
 @merged
-def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
+def read_notes(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
     """Widen the annotations of block `b`; a raw block has no residual and its own key and value norms."""
     at, bounds = h * turn.note_pitch + NOTES * b, h * turn.raw_bound_pitch + 2 * b
     if tiers.raw[h * turn.raw_pitch + b]:
@@ -109,6 +115,7 @@ def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
         slot.radius[b] = tiers.raw_bounds[bounds + 1] * MARGIN
         slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
         slot.key_spectrum[b] = slot.value_spectrum[b] = np.float32(0)
+        slot.centre_spectrum[b] = all_along(shape, slot.radius[b])
         return
     slot.key_radius[b] = half(tiers.notes[at])
     slot.reach[b] = half(tiers.notes[at]) + half(tiers.notes[at + 1])
@@ -117,6 +124,7 @@ def read_notes(turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
     slot.magnitude[b] = half(tiers.notes[at + 4])
     slot.step[b] = half(tiers.notes[at + 5])
     slot.key_spectrum[b], slot.value_spectrum[b] = half(tiers.notes[at + 6]), half(tiers.notes[at + 7])
+    slot.centre_spectrum[b] = half(tiers.notes[at + 8])
 
 
 @merged
@@ -296,7 +304,7 @@ def score_strip(
     lead = LEAD * record
     for b in range(first, last):
         at = keys + b * record
-        read_notes(turn, tiers, slot, h, b)
+        read_notes(shape, turn, tiers, slot, h, b)
         fold_queries(shape, tiers, at, at + lead, item, h, b - first, 0, shape.group)
     for b in range(first, last):
         at = keys + b * record
@@ -445,6 +453,7 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
     slot.reach[b], slot.radius[b] = np.sqrt(reach) * MARGIN, np.sqrt(radius) * MARGIN
     slot.key_radius[b] = slot.eta[b] = slot.magnitude[b] = slot.step[b] = np.float32(0)
     slot.key_spectrum[b] = slot.value_spectrum[b] = np.float32(0)
+    slot.centre_spectrum[b] = all_along(shape, slot.radius[b])
     to = b * shape.group * padded
     sound = exact_scores(shape, tiers, tiers.tail, at, turn.tail, h, 0, shape.group, slot.weights, to)
     for r in range(shape.group):

@@ -311,6 +311,16 @@ def seal_values(
     return raw, radius
 
 
+@loose
+def around(rows: Any, centre: Any, first: int) -> Any:
+    """Return float64 rows less the vector at `centre[first:]`."""
+    result = np.empty(rows.shape)
+    for t in range(rows.shape[0]):
+        for c in range(rows.shape[1]):
+            result[t, c] = np.float64(rows[t, c]) - centre[first + c]
+    return result
+
+
 @plain
 def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: int, residuals: Any) -> None:
     """Seal block `j` of `count` of KV head `h` as block `turn.blocks + j`: records, annotations, checksums.
@@ -330,6 +340,7 @@ def seal_block(shape: Shape, turn: Turn, tiers: Store, h: int, j: int, count: in
     raw_values, radius = seal_values(shape, tiers, value_at, rows, h, notes, left)
     if turn.check_pitch:
         notes[7] = half_up(spectral_norm(left) * MARGIN)
+        notes[8] = half_up(spectral_norm(around(rows, tiers.centre, h * dim)) * MARGIN)
     raw = raw or raw_values
     for i in range(NOTES):
         raw |= notes[i] >= INFINITE

@@ -105,7 +105,7 @@ class Store(NamedTuple):
     values: Any
     notes: Any
     """uint16 `[.., NOTES]`: float16 rk, kappa, eta, rv, largest |z| + s * code norm, largest value scale,
-    spectral norms of K - K' and of V - V'."""
+    spectral norms of K - K', of V - V' and of V - c0."""
     raw: Any
     raw_bounds: Any
     checks: Any
@@ -161,6 +161,8 @@ class Slot(NamedTuple):
     """Spectral norm of K - K'."""
     value_spectrum: Any
     """Spectral norm of V - V'."""
+    centre_spectrum: Any
+    """Spectral norm of V - c0."""
     flags: Any
     """uint8 `[R, width]`: KEY_WANTED, VALUE_WANTED."""
     want_keys: Any
@@ -235,7 +237,7 @@ class Line(NamedTuple):
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Shape.kind` by dtype."""
-STATS, NOTES, MARKS = len(Line._fields), 8, 3
+STATS, NOTES, MARKS = len(Line._fields), 9, 3
 (
     PLAN_WEIGHT, PLAN_NORM, PLAN_AWAY, PLAN_LIMIT, PLAN_LEFT, PLAN_CARE, PLAN_VALUE, NEAR_VALUE, NEAR_SKIP,
     NEAR_KEY, PLANS,
@@ -254,8 +256,8 @@ APART = 64
 """Numbers between what two threads write: never one cache line, nor the pair fetched with it."""
 STRIP = 4
 """Blocks whose scores are formed side by side."""
-BUCKETS = 128
-"""Classes of a contribution, eight an octave; the last holds everything smaller."""
+BUCKETS = 64
+"""Classes of a contribution; the last holds everything smaller."""
 TABLE = BUCKETS + 16
 """Sums per class and what lies behind the last one, in whole vectors."""
 TABLES = 3 * TABLE + 8 * BUCKETS
@@ -390,6 +392,7 @@ def slot_at(shape: Shape, turn: Turn, call: Any, index: int) -> Slot:
         ahead(notes, 5 * width),
         ahead(notes, 6 * width),
         ahead(notes, 7 * width),
+        ahead(notes, 8 * width),
         ahead(bytes_at(a[3]), index * shape.group * width),
         marks,
         ahead(marks, width),

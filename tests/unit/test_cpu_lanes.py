@@ -9,7 +9,7 @@ from numba.core import codegen
 
 from rcq_cli.kernels._cpu_vector import WIDE
 
-CHOSEN = "guarded or edges or option or naive or codes or spectra or (error and dtype1)"
+CHOSEN = "guarded or edges or option or naive or codes or spectra or (hidden and cpu) or (error and dtype1)"
 
 
 def without_avx512() -> dict[str, str]:
@@ -20,7 +20,8 @@ def without_avx512() -> dict[str, str]:
 
 
 def test_kernels_are_right_at_the_other_width(tmp_path: Path) -> None:
-    files = (f"tests/unit/test_cpu_{name}.py" for name in ("backend", "exact", "spectra"))
+    files = [f"tests/unit/test_cpu_{name}.py" for name in ("backend", "exact", "spectra")]
+    files += ["tests/unit/test_hidden_weight.py"]
     plugin = [] if WIDE else ["-p", "tests.unit.sixteen_lanes"]
     command = [sys.executable, "-m", "pytest", "-q", *plugin, "-k", CHOSEN, *files]
     # compiled code of another width must not be found by later runs

@@ -37,16 +37,17 @@ def from_codes(query: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Certificate
     return error, step.certificate
 
 
-def residuals(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return K - K', V - V' `[H, M, S, D]` and the two annotated spectral norms `[H, M, 2]`."""
+def measured(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return K - K', V - V', V - c0 `[H, M, S, D]` and their annotated spectral norms `[H, M, 3]`."""
     store = cache._state.cache
     blocks = store.codes()
     keys = blocks["key_codes"].double() * blocks["key_scale"].double()[..., None, :]
     keys += blocks["key_offset"].double()[..., None, :]
     shape = keys.shape
-    cut = (t[:, : shape[1] * BLOCK].double().unflatten(1, (-1, BLOCK)) for t in (k, v))
-    left = [rows - coded for rows, coded in zip(cut, (keys, store.backend.values(blocks)), strict=True)]
-    return left[0], left[1], store.annotations.rows[..., 6:8].double()
+    key_rows, value_rows = (t[:, : shape[1] * BLOCK].double().unflatten(1, (-1, BLOCK)) for t in (k, v))
+    around = value_rows - store.centred_on()[:, None, None]
+    left = [key_rows - keys, value_rows - store.backend.values(blocks), around]
+    return left, store.annotations.rows[..., 6:9].double()
 
 
 @pytest.mark.parametrize("kind", ["plain", "outlier", "offset", "lognormal", "topics", "constant", "tiny"])
@@ -55,7 +56,7 @@ def test_annotated_spectral_norms_cover_the_true_ones_closely(kind: str, dim: in
     k, v = data(kind, 2, 330, dim, seed=3)
     cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=dim, backend="cpu")
     cache.prefill(k, v)
-    *left, noted = residuals(cache, k, v)
+    left, noted = measured(cache, k, v)
     raw = cache._state.cache.raw.rows
     for rows, stated in zip(left, noted.unbind(-1), strict=True):
         true = torch.linalg.matrix_norm(rows, ord=2)
@@ -83,6 +84,30 @@ def test_aligned_errors_of_the_values_of_one_block_come_close_to_their_bound(hea
     error, certificate = from_codes(query, k, v)
     assert 0.9 * certificate.value_bound[sharp] < error[sharp]
     assert bool((error <= certificate.total_bound).all())
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_values_that_are_left_out_together_count_by_what_they_can_add_up_to(heads: int) -> None:
+    """All weight lies evenly on one block; the mean of its values is far shorter than the longest of them."""
+    gen, dim, blocks = torch.Generator().manual_seed(1), 64, 16
+    k, v = torch.zeros(blocks * BLOCK, dim), torch.randn(blocks * BLOCK, dim, generator=gen)
+    heavy = slice(5 * BLOCK, 6 * BLOCK)
+    k[heavy, 0] = 20.0
+    query = torch.zeros(heads, dim)
+    query[:, 0] = 10.0
+    cache = LayerCache(
+        "certified", query_heads=heads, kv_heads=1, head_dim=dim, backend="cpu", denominator="abs", eps=1e9
+    )
+    cache.prefill(k[None], v[None])
+    step = cache.attend(query)
+    error = (step.output.double() - truth(query, k[None], v[None], dim**-0.5)).norm(dim=-1)
+    around = (v[heavy] - v.mean(0)).double()
+    dropped, norm = step.certificate.dropped_bound, torch.linalg.matrix_norm(around, ord=2)
+    assert bool((step.certificate.skipped_value_blocks >= blocks - 2).all())
+    assert bool((0.5 * dropped < error).all())
+    assert bool((error <= step.certificate.total_bound).all())
+    assert bool((dropped < 1.2 * norm / BLOCK**0.5).all())
+    assert bool((dropped < 0.5 * around.norm(dim=-1).max()).all())
 
 
 def keys_rounded_alike(seed: int) -> tuple[Tensor, Tensor, Tensor]:
