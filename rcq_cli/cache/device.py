@@ -197,10 +197,11 @@ class DeviceStore(TieredStore):
     # -- housekeeping ---------------------------------------------------------------------------------------
 
     def bytes(self, scratch: int = 0) -> LayerBytes:
-        """Return the ledger; Gram matrices, fingerprints and bounds of raw blocks lie on the device here."""
+        """Return the ledger; what checks and bounds are made of lies on the device here."""
         held = super().bytes(scratch)
         moved = self.raw_bounds.nbytes + self.checks.nbytes
         moved += self.value_spectrum.nbytes + self.residual_spectrum.nbytes
+        moved += 0 if self._first_centre is None else self._first_centre.nbytes
         return replace(
             held, device=held.device + moved, metadata=held.metadata + moved, host=held.host - moved
         )

@@ -54,6 +54,7 @@ class TieredStore:
         self.tail = torch.empty(2, heads, fmt.block, dim, dtype=self.dtype, device=geometry.device)
         self.tail_tokens = 0
         self.centre: Tensor | None = None  # c0, fixed by the first prefill
+        self._first_centre: Tensor | None = None  # to see whether it changed
         self.value_spectrum = SpectralBound(heads, dim)
         self.residual_spectrum = SpectralBound(heads, dim)
         self.tokens = 0
@@ -70,6 +71,7 @@ class TieredStore:
             return
         if self.centre is None:
             self.centre = _centre(values, prefill=keys.shape[1] > 1)
+            self._first_centre = self.centre.clone()
         if self.originals is not None:
             for slab, rows in zip(self.originals, (keys, values), strict=True):
                 slab.extend(rows)
@@ -219,6 +221,20 @@ class TieredStore:
         newest = torch.stack([slab.rows[:, self.tokens - self.tail_tokens :] for slab in self.originals])
         if not torch.equal(_bits(newest), _bits(self.tail[:, :, : self.tail_tokens].cpu())):
             raise damaged("the open tail")
+        self._check_spectra()
+
+    def _check_spectra(self) -> None:
+        """Raise `BrokenRun` unless c0 and the spectral bounds are those of the values that were stored."""
+        if self.centre is None or self._first_centre is None:
+            return
+        if not torch.equal(_bits(self.centre), _bits(self._first_centre)):
+            raise damaged("the mean of the values")
+        assert self.originals is not None
+        sound = self.value_spectrum.intact() and self.residual_spectrum.intact()
+        for head, (rows, centre) in enumerate(zip(self.originals[1].rows, self.centre.cpu(), strict=True)):
+            sound = sound and self.value_spectrum.made_of(head, rows.double() - centre)
+        if not sound:
+            raise damaged("a spectral bound")
 
     def changed_blocks(self, head: int) -> Tensor:
         """Return which sealed blocks of a KV head differ in tier 1 from what was sealed, `[M]`."""
@@ -267,7 +283,8 @@ class TieredStore:
         if self.originals is not None:
             twin.originals = tuple(slab.fork() for slab in self.originals)
         twin.tail, twin.tail_tokens = self.tail.clone(), self.tail_tokens
-        twin.centre, twin.tokens, twin.coded_elems = self.centre, self.tokens, self.coded_elems
+        twin.centre, twin._first_centre = self.centre, self._first_centre
+        twin.tokens, twin.coded_elems = self.tokens, self.coded_elems
         twin.value_spectrum, twin.residual_spectrum = (
             self.value_spectrum.fork(),
             self.residual_spectrum.fork(),
@@ -286,6 +303,7 @@ class TieredStore:
         if self.originals is not None:
             host += sum(slab.nbytes for slab in self.originals) + self.raw_bounds.nbytes + self.checks.nbytes
             host += self.value_spectrum.nbytes + self.residual_spectrum.nbytes
+            host += 0 if self._first_centre is None else self._first_centre.nbytes
             meta += self.value_spectrum.value.nbytes + self.residual_spectrum.value.nbytes
         return LayerBytes(
             device=codes + meta + self.raw.nbytes + self.tail.nbytes + raw,

@@ -70,6 +70,21 @@ class SpectralBound:
         """Return the bound, float64 `[H]`."""
         return self.parts[0] + self.parts[1]
 
+    def intact(self) -> bool:
+        """Return whether the two terms are those of the two matrices."""
+        found = power_bound(self.gram) * (1 + 2.0**-30), self.recent.flatten(1).norm(dim=1) * (1 + 2.0**-30)
+        return bool(torch.isclose(self.parts, torch.stack(found), rtol=1e-9, atol=0.0).all())
+
+    def made_of(self, head: int, rows: Tensor) -> bool:
+        """Return whether the matrices of a head are, along one direction, those of float64 rows `[n, D]`.
+
+        A look at all of them would cost D times as much.
+        """
+        direction = torch.arange(1.0, rows.shape[1] + 1, dtype=torch.float64).sin()
+        held = direction @ (self.gram[head] + self.recent[head]).cpu() @ direction
+        room = 1e-10 * rows.square().sum() * direction.square().sum()
+        return bool((held - (rows @ direction).square().sum()).abs() <= room)
+
     def fork(self) -> Self:
         """Return an independent copy."""
         twin = copy(self)

@@ -133,11 +133,30 @@ def changed_tail(seed, _folder):
     return layer.outcome()
 
 
+def changed_centre(seed, _folder):
+    layer = Layer(seed)
+    layer.flip(layer.store.centre[:, None])
+    return layer.outcome()
+
+
+def changed_spectrum(seed, _folder):
+    """A bit above the last ten of a bound on all values or all their residuals, or of what it is made of."""
+    layer = Layer(seed)
+    bound = layer.rng.choice((layer.store.value_spectrum, layer.store.residual_spectrum))
+    numbers = layer.rng.choice([part for part in vars(bound).values() if part.count_nonzero()])
+    words = numbers.view(torch.int64).view(-1)
+    places = words.nonzero().flatten().tolist()
+    words[layer.rng.choice(places)] ^= 1 << layer.rng.randrange(30, 62)
+    return layer.outcome()
+
+
 CASES = {
     "tier 1: code": changed_code,
     "tier 1: scale or offset": changed_metadata,
     "tier 1: annotation": changed_annotation,
     "tier 1: open tail": changed_tail,
+    "tier 1: mean of the values": changed_centre,
+    "tier 1: spectral bound": changed_spectrum,
     "tier 2: bit": changed_original,
     "tier 2: block missing": missing_original,
     "tier 2: blocks exchanged": exchanged_originals,

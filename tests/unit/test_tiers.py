@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rcq_cli import LayerCache
 from rcq_cli.cache.slab import Slab
 from rcq_cli.cache.tiers import TieredStore
 from rcq_cli.errors import BrokenRun, SpecError
@@ -246,6 +247,28 @@ def flip(tensor: torch.Tensor, byte: int, bit: int) -> None:
     tensor.view(torch.uint8).view(-1)[byte] ^= 1 << bit
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("place", ["centre", "value parts", "residual parts", "value gram"])
+def test_every_flipped_bit_of_what_bounds_all_values_shows(backend, place):
+    """Only bits that count: the last ones are below the rounding of bounds, or the share of one product."""
+    keys, values = pair(48, dim=16, heads=2)
+    cache = LayerCache("certified", query_heads=2, kv_heads=2, head_dim=16, backend=backend, block=16)
+    cache.prefill(keys, values)
+    cache.append(keys[:, 0], values[:, 0])
+    cache.verify()
+    held = cache._state.cache
+    spectra = {"value": held.value_spectrum, "residual": held.residual_spectrum}
+    damaged = held.centre if place == "centre" else getattr(spectra[place.split()[0]], place.split()[1])
+    words = damaged.view(torch.int64).view(-1)
+    bits = (52, 62) if place == "value gram" else (30, 40, 52, 62)
+    for word, bit in itertools.product(words.nonzero().flatten().tolist()[:16], bits):
+        words[word] ^= 1 << bit
+        with pytest.raises(BrokenRun):
+            cache.verify()
+        words[word] ^= 1 << bit
+    cache.verify()
+
+
 def test_every_flipped_bit_of_codes_metadata_and_annotations_shows():
     keys, values = pair(16, dim=16)
     cache = store()
@@ -339,6 +362,7 @@ def test_bytes_are_those_of_the_tensors_that_exist():
     device += cache.centre.nbytes // 2 + 2 * 8 * 2
     host = sum(s.data.nbytes for s in (*cache.originals, cache.raw_bounds, cache.checks))
     host += sum(t.nbytes for b in (cache.value_spectrum, cache.residual_spectrum) for t in vars(b).values())
+    host += cache.centre.nbytes  # the second one, to compare with
     held = cache.bytes(scratch=7)
     assert (held.device, held.host, held.scratch) == (device, host, 7)
     assert host >= 2 * 300 * 32 * 2 * 2
