@@ -287,15 +287,16 @@ def extrapolate(
     between. Plan for the smallest of these outputs: what is promoted for a budget that turns out larger costs
     less than another round.
     """
+    unit = 1 / weight
     norm = across = step = 0.0
     for c in range(dim):
-        x, y = fixed[c] / weight, read[c] / weight
+        x, y = fixed[c] * unit, read[c] * unit
         one, change = x + y + missing * centre[c], y * stretch - missing * centre[c]
         norm, across, step = norm + one * one, across + one * change, step + change * change
     part = min(1.0, max(0.0, -across / step)) if stretch > 0 and step > 0 else 0.0
     norm = away = 0.0
     for c in range(dim):
-        x, y = fixed[c] / weight, read[c] / weight
+        x, y = fixed[c] * unit, read[c] * unit
         z = x + y + missing * centre[c] + part * (y * stretch - missing * centre[c])
         norm, away = norm + z * z, away + (z - centre[c]) ** 2
     tiers.plans[row * PLANS + PLAN_NORM] = np.sqrt(norm)

@@ -34,6 +34,7 @@ from rcq_cli.kernels._cpu_vector import (
     load_bfloat,
     load_half,
     load_int,
+    loose,
     merged,
     mul,
     pick_less,
@@ -429,7 +430,7 @@ def note_overflow(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, fi
             b += 1
 
 
-@plain
+@loose
 def square_distance(row: Any, first: int, dim: int, centre: Any, to: int, scale: float) -> float:
     """Return the squared distance of a float32 row from `scale` times a float64 one."""
     result = 0.0
