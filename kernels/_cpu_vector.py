@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +37,12 @@ Products of smaller ones would be subnormal, and those take some processors a hu
 """
 
 
+ROOM_BYTES = 2**24
+"""Free space without which compiled kernels are not kept; they take about 6 MB."""
+
+
 def _folder() -> Path | None:
-    """Return a folder for compiled kernels that can be written to, or None.
+    """Return a folder for compiled kernels that can be written to and has room, or None.
 
     Numba notices edits of the file of the outermost function only, so the name carries a digest of all
     kernels, and of this module's name, by which compiled code finds its module again.
@@ -50,9 +55,10 @@ def _folder() -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        roomy = any(folder.iterdir()) or disk_usage(folder).free >= ROOM_BYTES
     except OSError:
         return None
-    return folder
+    return folder if roomy else None
 
 
 def _kept(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[Any], Any]:

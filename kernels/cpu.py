@@ -247,6 +247,8 @@ class Cpu(Reference):
             return "this processor has no AVX2, FMA and F16C"
         if geometry.head_dim % TILE:
             return f"head dim {geometry.head_dim} is no multiple of {TILE}"
+        if getattr(torch, geometry.dtype) not in KINDS:
+            return f"it has no kernels for {geometry.dtype}"
         return None
 
     def finite(self, numbers: Tensor) -> bool:

@@ -33,6 +33,8 @@ class TritonFused(Reference):
             return "TRITON_INTERPRET is set, which runs kernels on the CPU"
         if geometry.head_dim % 16 or geometry.head_dim > 256:
             return f"head dim {geometry.head_dim} is no multiple of 16 up to 256"
+        if geometry.dtype not in ("float32", "bfloat16", "float16"):
+            return f"it has no kernels for {geometry.dtype}"
         if device == "cuda" and not kernels().core_error(torch.device(geometry.device)) <= 0.5:
             return "sums of this device's tensor cores are less exact than the certificate assumes"
         return None

@@ -2,17 +2,32 @@
 
 import sys
 
+from rcq_cli.streams import guard
+
+INTERRUPTED = 130
+
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    guard()
     if sys.argv[1:] == ["--version"]:
-        from rcq_cli import __version__
+        from rcq_cli.shell import version
 
-        sys.stdout.write(f"rcq {__version__}\n")
-        return
+        sys.exit(version())
     from rcq_cli.main import run
 
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == INTERRUPTED:
+        ignore_signals()
+    sys.exit(code)
+
+
+def ignore_signals() -> None:
+    """Let no further signal change how a stopped command ends: Python restores what kills when it leaves."""
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,8 @@ class LayerCache:
             raise SpecError(
                 f"{name} has dtype {tensor.dtype}", fix=f"expected {self._dtype}, the dtype of this cache"
             )
+        if tensor.layout is not torch.strided:
+            raise SpecError(f"{name} is sparse ({tensor.layout})", fix="give a dense tensor: to_dense()")
         if tensor.device != self._device:
             raise SpecError(f"{name} is on {tensor.device}", fix=f"expected {self.geometry.device}")
         if not self._backend.finite(tensor):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -15,14 +16,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rcq_cli.errors import RcqError, SpecError, UnknownEntry
+from rcq_cli.errors import BrokenRun, RcqError, SpecError, UnknownEntry
 from rcq_cli.registry import Registry, did_you_mean
-from rcq_cli.shell import Interrupted, Shell, tolerant
+from rcq_cli.shell import Interrupted, Shell
+from rcq_cli.streams import tolerant
 
 COMMANDS: Registry[Any] = Registry("rcq_cli.commands", "command", "command")
 FIRST = ("eval", "compare", "profile", "trace")
 """The verbs stand before the helpers in the help."""
 EVERYWHERE = ("--color", "--ascii", "--debug")
+PATIENCE_S = 3.0
+"""What a command that was told to stop may take to store what it has."""
 BARE = {"--json": "--json=-", "--audit": "--audit=1.0"}
 """Options whose value may be left out, and what they then mean."""
 
@@ -51,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(shell: Shell, rest: list[str]) -> int:
     try:
         shell.check_presentation()
+        check_words(shell.argv)
         if not rest and "_RCQ_COMPLETE" not in os.environ:
             shell.stderr.write(SHORT_HELP)
             return 2
@@ -61,7 +66,7 @@ def _run(shell: Shell, rest: list[str]) -> int:
     except KeyboardInterrupt:
         return shell.fail(interrupted())
     except OSError as error:
-        refused = refused_name(error)
+        refused = refused_name(error) or no_room(error)
         return shell.internal_error(error) if refused is None else shell.fail(refused)
     except Exception as error:  # noqa: BLE001  the outermost frame: a defect becomes a record, not a traceback
         return shell.internal_error(error)
@@ -86,6 +91,18 @@ def _call(shell: Shell, argv: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def check_words(argv: Sequence[str]) -> None:
+    """Raise `SpecError` for an argument that is no text: no record could name it."""
+    for word in argv:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            shown = word.encode(errors="backslashreplace").decode()
+            what = f"argument {shown!r} is not text in {sys.getfilesystemencoding()}"
+            fix = "name files in UTF-8, and set a UTF-8 locale or PYTHONUTF8=1"
+            raise SpecError(what, fix=fix, id="RCQ-USE-11") from error
+
+
 def refused_name(error: OSError) -> SpecError | None:
     """Return the usage error for a name that no file system takes or this user may not use; else None.
 
@@ -99,6 +116,18 @@ def refused_name(error: OSError) -> SpecError | None:
     if isinstance(error, PermissionError) and error.filename is not None:
         return SpecError(f"no permission for {name!r}", fix="allow it, or name another", id="RCQ-USE-11")
     return None
+
+
+def no_room(error: OSError) -> BrokenRun | None:
+    """Return the error of a full disk that no one could put a name to; else None.
+
+    It may be behind stdout, whose help texts rcq does not write itself, or hold temporary files.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    what = f"cannot write {error.filename or 'to standard output or a temporary file'}"
+    fix = "free space where output, RCQ_HOME and temporary files go; finished runs are stored"
+    return BrokenRun(what, error.strerror or str(error), fix, "RCQ-RUN-01")
 
 
 def _reader_gone() -> bool:
@@ -165,16 +194,27 @@ def interrupted() -> Interrupted:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM stop a command as Ctrl-C does: what is finished is stored and the way to go on is said."""
+    """Let SIGTERM stop a command as Ctrl-C does: what is finished is stored and the way to go on is said.
 
-    def stop(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature is the signal module's
-        raise KeyboardInterrupt
-
+    Signals that follow at once, as from a wrapper that forwards what its group gets, change nothing; one that
+    comes after PATIENCE_S ends a process that hangs.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    stopped: list[float] = []
+
+    def stop(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature is the signal module's
+        if not stopped:
+            stopped.append(time.monotonic())
+            raise KeyboardInterrupt
+        if time.monotonic() - stopped[0] > PATIENCE_S:
+            os._exit(130)
+
+    before = [(number, signal.signal(number, stop)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if not stopped:  # else the process is on its way out, and one more signal must not cut that short
+            for number, handler in before:
+                signal.signal(number, handler)

@@ -164,6 +164,7 @@ def cell(
     good = [row for row in rows if row["status"] == OK]
     scores = [row["scores"][facts.score_key] for row in good]
     fills = [row["fill_ratio"] for row in rows if row["fill_ratio"] is not None]
+    prompts = [row["prompt_tokens"] for row in rows if row["prompt_tokens"]]
     return {
         "task": spec.cell_task(part),
         "ctx": spec.ctx,
@@ -181,7 +182,7 @@ def cell(
         "metrics": {**_metrics(good, facts.score_key if spec.ctx else ""), **(timed or {})},
         "dtype": facts.dtype,
         **_known("fill_ratio_min", min(fills, default=None), "not_applicable"),
-        **_known("prompt_tokens_median", _median([row["prompt_tokens"] for row in rows]), "no_samples"),
+        **_known("prompt_tokens_median", _median(prompts), "not_applicable" if rows else "no_samples"),
         **_speed([timings[row["key"]] for row in good if row["key"] in timings]),
         "bytes": _largest_bytes(good),
         "certificates": _shown(certificates),
@@ -255,7 +256,8 @@ def _speed(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Selection is what a mode does once with the prompt: statistics, choice, encoding.
     """
     steps = [ns for timing in timings for ns in timing["step_ns"]]
-    chosen = _median([timing["selection_ns"] for timing in timings if "selection_ns" in timing])
+    # without a step there was no prompt to choose from, and a time of 0 was not measured
+    chosen = _median([timing["selection_ns"] for timing in timings if "selection_ns" in timing and steps])
     total = sum(steps)
     rate, middle = (len(steps) * 1e9 / total, _median(steps) / 1e6) if total else (None, None)
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from rcq_cli.errors import RcqError, SpecError
+from rcq_cli.errors import BrokenRun, RcqError, SpecError
 from rcq_cli.registry import did_you_mean
+from rcq_cli.streams import to_devnull
 
 if TYPE_CHECKING:
     from rcq_cli.glyphs import View
@@ -146,9 +147,9 @@ class Shell:
         """Write the result in the form that was asked for, and the document to the path of `--json PATH`."""
         from rcq_cli import render
 
-        if self.json_target is not None:
+        if self.json_target == "-":
             self._write_document(result.document)
-        if self.format == "table":
+        elif self.format == "table":
             self.write(render.to_text(result.tables(), self.view(self.stdout)))
         elif self.format == "md":
             self.write(render.to_markdown((result.markdown or result.tables)()))
@@ -156,6 +157,8 @@ class Shell:
             self.write(render.to_csv(result.records))
         elif self.format == "jsonl":
             self.write(render.to_json_lines(result.records))
+        if self.json_target not in (None, "-"):  # last: where it cannot be written, the rest has been shown
+            self._write_document(result.document)
 
     def _write_document(self, document: Mapping[str, Any]) -> None:
         from rcq_cli.render import to_json
@@ -168,20 +171,33 @@ class Shell:
             write_file(Path(self.json_target), text)
 
     def write(self, text: str) -> None:
-        """Write to stdout; a reader that has gone away is no error."""
+        """Write to stdout; a reader that has gone away is no error, a full disk is a `BrokenRun`."""
         try:
             self.stdout.write(text)
             self.stdout.flush()
         except BrokenPipeError:
-            _to_devnull(self.stdout)
+            to_devnull(self.stdout)
+        except OSError as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: OSError) -> BrokenRun:
+        """Return the error of a stdout that takes no more, and write nothing further to it."""
+        to_devnull(self.stdout)
+        self.answered = True  # nothing can be
+        return BrokenRun(
+            "cannot write to standard output",
+            why=error.strerror or str(error),
+            fix="free space where it goes, or send it elsewhere; finished runs are stored",
+            id="RCQ-RUN-01",
+        )
 
     def finish(self) -> None:
-        """Flush both streams without complaint about a closed pipe."""
+        """Flush both streams without complaint: what had to be said was flushed before."""
         for stream in (self.stdout, self.stderr):
             try:
                 stream.flush()
-            except (BrokenPipeError, ValueError):
-                _to_devnull(stream)
+            except (OSError, ValueError):
+                to_devnull(stream)
 
     def fail(self, error: RcqError) -> int:
         """Report `error`, also as the document under `--json`, and return its exit code."""
@@ -228,7 +244,12 @@ class Shell:
 
         text = "".join(traceback.format_exception(error))
         with tempfile.NamedTemporaryFile(
-            "w", prefix="rcq-error-", suffix=".txt", delete=False, encoding="utf-8"
+            "w",
+            prefix="rcq-error-",
+            suffix=".txt",
+            delete=False,
+            encoding="utf-8",
+            errors="backslashreplace",
         ) as file:
             file.write(f"rcq {shlex.join(self.argv)}\n\n{text}")
         known = RcqError(
@@ -253,15 +274,16 @@ class Shell:
         return paint(text, style, self.view(self.stderr))
 
     def _write_stderr(self, text: str) -> None:
-        with suppress(BrokenPipeError, ValueError):
+        with suppress(OSError, ValueError):
             self.stderr.write(text + "\n")
             self.stderr.flush()
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 by temp and rename; raise `SpecError` when the place is not writable.
+    """Write `text` as UTF-8 by temp and rename.
 
-    A device or a pipe is written to: a rename would put a file in its place.
+    Raises `SpecError` when the place is not writable, `BrokenRun` when it has no room. A device or a pipe is
+    written to: a rename would put a file in its place.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -271,13 +293,13 @@ def write_file(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8", newline="\n")
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise SpecError(
-            f"cannot write {str(path)!r}",
-            error.strerror or str(error),
-            "give a file in a folder that exists",
-            "RCQ-USE-02",
-        ) from error
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        what, why = f"cannot write {str(path)!r}", error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            fix = "free space or name a file elsewhere; finished runs are stored"
+            raise BrokenRun(what, why, fix, "RCQ-RUN-01") from error
+        raise SpecError(what, why, "give a file in a folder that exists", "RCQ-USE-02") from error
 
 
 def check_target(path: str | None, flag: str = "--json") -> None:
@@ -311,17 +333,17 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def tolerant(stream: TextIO) -> None:
-    """Make `stream` write `?` for what its encoding lacks instead of failing."""
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="replace")
+def version() -> int:
+    """Write the version; return the exit code."""
+    from rcq_cli import __version__
+
+    shell = Shell()
+    try:
+        shell.write(f"rcq {__version__}\n")
+    except RcqError as error:
+        return shell.fail(error)
+    return 0
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _to_devnull(stream: TextIO) -> None:
-    """Point a stream whose reader is gone at nothing, so that later writes and the last flush stay quiet."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

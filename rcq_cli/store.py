@@ -52,6 +52,8 @@ def check_out(out: Path) -> None:
     with disk(out):
         if out.exists() and not out.is_dir():
             raise SpecError(f"--out {str(out)!r} is a file", fix="name a folder", id="RCQ-USE-11")
+        if out.is_symlink() and not out.exists():
+            raise SpecError(f"--out {str(out)!r} is a link to nothing", fix="name a folder", id="RCQ-USE-11")
         error = unwritable(next(folder for folder in (out, *out.parents) if folder.exists()))
         if error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise error

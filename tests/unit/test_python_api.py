@@ -49,3 +49,9 @@ def test_a_mode_or_backend_of_attach_that_is_no_name_is_refused(name, value, mod
 def test_large_numbers_are_shown_by_their_size():
     with pytest.raises(rcq_cli.SpecError, match="query_heads=an integer of 33220 bits is not allowed"):
         layer(query_heads=10**10_000)
+
+
+def test_a_sparse_tensor_is_refused_like_any_other_wrong_form():
+    cache, wanted = layer("certified"), torch.zeros(GOOD["kv_heads"], GOOD["head_dim"])
+    with pytest.raises(rcq_cli.SpecError, match="sparse"):
+        cache.append(wanted.to_sparse(), wanted)
