@@ -92,12 +92,17 @@ class Mismatch:
         """Whether times and memory may be compared as well."""
         return not self.must and not self.should
 
-    def refusal(self, reference: str, candidate: str) -> NotComparable:
+    def refusal(
+        self,
+        reference: str,
+        candidate: str,
+        fix: str = "run both with the same settings, or pass --allow-mismatch",
+    ) -> NotComparable:
         """Return the error that names every differing MUST field with both values."""
         return NotComparable(
             f"{reference} and {candidate} cannot be compared",
             why="these fields differ: " + "; ".join(difference_text(entry) for entry in self.must),
-            fix="run both with the same settings, or pass --allow-mismatch",
+            fix=fix,
             id="RCQ-CMP-01",
         )
 

@@ -15,6 +15,8 @@ from rcq_cli.errors import BrokenRun
 
 SCHEMA = 1
 """Version of every record on disk."""
+DAMAGED = "restore the file, or run it again with --fresh"
+"""What to do about a file of a run that cannot be read."""
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def file_sha256(path: Path, length: int | None = None) -> str:
                 return hashlib.sha256(file.read(length)).hexdigest()
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise BrokenRun(f"{path} cannot be read", why=str(error), id="RCQ-RUN-03") from error
+        raise BrokenRun(f"{path} cannot be read", str(error), DAMAGED, "RCQ-RUN-03") from error
 
 
 def replace_with(path: Path, write: Callable[[Path], object]) -> None:
@@ -80,12 +82,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise BrokenRun(f"{path} cannot be read", why=str(error), id="RCQ-RUN-03") from error
+        raise BrokenRun(f"{path} cannot be read", str(error), DAMAGED, "RCQ-RUN-03") from error
     if not isinstance(value, dict):
-        raise BrokenRun(f"{path} is no JSON object", id="RCQ-RUN-03")
+        raise BrokenRun(f"{path} is no JSON object", fix=DAMAGED, id="RCQ-RUN-03")
     if value.get("schema") != SCHEMA:
         why = f"it has schema {value.get('schema')!r}, this rcq reads {SCHEMA}"
-        raise BrokenRun(f"{path} is of another version", why=why, id="RCQ-RUN-03")
+        raise BrokenRun(f"{path} is of another version", why, DAMAGED, "RCQ-RUN-03")
     return value
 
 
@@ -101,7 +103,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
-        raise BrokenRun(f"{path} cannot be read", why=str(error), id="RCQ-RUN-03") from error
+        raise BrokenRun(f"{path} cannot be read", str(error), DAMAGED, "RCQ-RUN-03") from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
@@ -109,7 +111,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
             record = None
         if not isinstance(record, dict):
             if number < len(lines):
-                raise BrokenRun(f"{path} line {number} is broken", why="no JSON object", id="RCQ-RUN-03")
+                raise BrokenRun(f"{path} line {number} is broken", "no JSON object", DAMAGED, "RCQ-RUN-03")
             return found, good, True
         found.append(record)
         good += len(line)

@@ -22,6 +22,7 @@ from rcq_cli.store import (
     new_folder,
     timed_metrics,
 )
+from rcq_cli.stored import changed
 from rcq_cli.task_files import name_on_command_line
 
 
@@ -84,7 +85,8 @@ def merge(folders: Sequence[Path], out: Path) -> Path:
     wholes = [reader.spec.but(shard=None) for reader in readers]
     if any(whole != wholes[0] for whole in wholes) or any(pair != hashes[0] for pair in hashes):
         what = f"{len(readers)} runs are not shards of one run"
-        raise NotComparable(what, why="their specs, contracts or modes differ", id="RCQ-CMP-04")
+        why = "their specs, contracts or modes differ"
+        raise NotComparable(what, why, "name all shards of one run", "RCQ-CMP-04")
     _check_shards([reader.spec for reader in readers])
     rows = last_by_key([row for reader in readers for row in reader.examples()])
     controls = last_by_key([row for reader in readers for row in reader.controls()])
@@ -138,8 +140,11 @@ def _write(
     controls: Mapping[str, Row],
 ) -> Path:
     """Write a run from rows of others, given by the keys they had there."""
+    source = readers[0].folder / "environment.json"
+    if not source.exists():
+        raise changed(source)
     folder = new_folder(out, spec)
-    shutil.copyfile(readers[0].folder / "environment.json", folder / "environment.json")
+    shutil.copyfile(source, folder / "environment.json")
     with RunWriter(folder) as writer:
         for reader in readers:
             _copy_steps(reader, rows, writer)

@@ -7,6 +7,9 @@ from typing import Any
 from rcq_cli.errors import SpecError
 from rcq_cli.records import WAIVED
 
+SMALLEST_ALPHA = 1e-9
+"""Quantiles further out are beyond what float64 resolves next to 1."""
+
 Row = Mapping[str, Any]
 
 RATIO_METRICS = ("perplexity",)
@@ -60,8 +63,9 @@ class PairSpec:
             what = f"margin {self.margin} of {self.task} is not between 0 and 1"
             why = "the margin of perplexity is relative: 0.02 for a ratio of 1.02" if self.log_ratio else ""
             raise SpecError(what, why, id="RCQ-USE-20")
-        if not 0 < self.alpha < 0.5:
-            raise SpecError(f"alpha {self.alpha} is not between 0 and 0.5", id="RCQ-USE-21")
+        if not SMALLEST_ALPHA <= self.alpha < 0.5:
+            what = f"alpha {self.alpha} is not between {SMALLEST_ALPHA:g} and 0.5"
+            raise SpecError(what, id="RCQ-USE-21")
 
     @property
     def log_ratio(self) -> bool:

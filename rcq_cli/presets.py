@@ -21,6 +21,7 @@ BACKENDS: Registry[Any] = Registry("rcq_cli.kernels", "BACKEND", "backend")
 Batch = tuple[RunSpec, ...]
 """Specs that differ in mode only, so they share prompts and prefills; the first is the reference."""
 
+MOST_SAMPLES = 10**9
 _DEFAULTS: dict[str, Any] = {
     "model": "needle",
     "tasks": ["niah"],
@@ -146,7 +147,7 @@ class _Resolver:
         return Chosen(_DEFAULTS.get(name), "default")
 
     def _choose_preset(self) -> None:
-        chosen = self.flags.preset or self.settings.get("preset")
+        chosen: str | None = self.flags.preset or self.settings.get("preset")
         if chosen is None and self.command == "compare" and not self.flags.choose_work:
             chosen = "smoke"
         if chosen is None:
@@ -271,7 +272,10 @@ class _Resolver:
         if isinstance(value, Mapping):
             value = value.get(name, value.get(name.partition("/")[0]))
         if value is not None:
-            return Chosen(_whole(value, "samples"), chosen.origin)
+            if _whole(value, "samples") > MOST_SAMPLES:
+                allowed = f"allowed: 1 to {MOST_SAMPLES}"
+                raise SpecError(f"samples={value} is not allowed", fix=allowed, id="RCQ-USE-07")
+            return Chosen(value, chosen.origin)
         sizes = task.default_samples
         if self.preset is not None and self.preset in sizes:
             return Chosen(sizes[self.preset], "preset")

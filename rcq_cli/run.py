@@ -142,6 +142,10 @@ class Turn(NamedTuple):
         )
 
 
+_IDENTITY = ("sample_id", "part", "index", "prompt_ids_sha256")
+"""Fields of a row that say which sample it answers."""
+
+
 @dataclass(slots=True)
 class _Arm:
     """One mode of a batch: its spec, its folder, what it has answered."""
@@ -215,14 +219,17 @@ class _Arm:
             self.writer.append_telemetry({"kind": "status", "status": status})
 
     def lacks(self, row: Row) -> bool:
-        """Say whether the sample of `row` has to be answered; a failed one is tried again."""
+        """Say whether the sample of `row` has to be answered.
+
+        One that failed is tried again, and so is one whose row is not of this sample any more.
+        """
         if self.writer.complete:
             return False
         stored = self.done.get(row["key"])
         if (
             stored is None
             or stored["status"] != OK
-            or stored["prompt_ids_sha256"] != row["prompt_ids_sha256"]
+            or any(stored.get(name) != row[name] for name in _IDENTITY)
         ):
             return True
         return bool(stored["steps"]) and stored["key"] not in self.writer.log.members

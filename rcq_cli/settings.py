@@ -10,6 +10,7 @@ from rcq_cli.errors import SpecError, UnknownEntry
 from rcq_cli.registry import did_you_mean
 
 _SHARED = ("model", "tasks", "ctx", "mode", "modes", "samples", "seed", "backend", "device", "dtype", "audit")
+_TEXTS = ("preset", "out", "executor", "address")
 _OPTIONS = ("task_options", "mode_options")
 PRESET_KEYS = ("summary", "needs", *_SHARED, *_OPTIONS)
 FILE_KEYS = ("preset", "out", "executor", "workers", "address", *_SHARED, *_OPTIONS)
@@ -70,6 +71,9 @@ def _checked(values: Any, known: tuple[str, ...], where: str) -> dict[str, Any]:
             raise SpecError(
                 f"unknown key {key!r} in {where}", fix=f"{hint}known: {', '.join(known)}", id="RCQ-USE-08"
             )
+    for key in _TEXTS:
+        if key in values and (not isinstance(values[key], str) or not values[key].strip()):
+            raise SpecError(f"{key} in {where} is {values[key]!r:.40}", fix="give a text", id="RCQ-USE-08")
     for key in _OPTIONS:
         table = values.get(key, {})
         if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -33,7 +34,17 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-_TEXT, _WHOLE, _NUMBER, _FLAG, _TABLE = _is(str), _is(int), _is(int, float), _is(bool), _is(dict)
+def _number(value: Any) -> bool:
+    """Say whether a value is a finite number: rcq writes no other, JSON of Python reads some."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
+
+
+def _scores(value: Any) -> bool:
+    """Say whether a value can be the scores of a sample; an accuracy is a share."""
+    return _NUMBERS(value) and 0 <= (value.get("accuracy") or 0) <= 1
+
+
+_TEXT, _WHOLE, _NUMBER, _FLAG, _TABLE = _is(str), _is(int), _number, _is(bool), _is(dict)
 _NUMBERS = _table_of(_or_none(_NUMBER))
 _INTERVAL = _or_none(lambda value: isinstance(value, list) and len(value) == 2 and all(map(_NUMBER, value)))
 
@@ -47,7 +58,7 @@ ROW: Mapping[str, Check] = {
     "fill_ratio": _or_none(_NUMBER),
     "meta": _TABLE,
     "status": lambda value: value in STATUSES,
-    "scores": _or_none(_NUMBERS),
+    "scores": _or_none(_scores),
     "engaged": _or_none(_TABLE),
     "bytes": _or_none(_table_of(_WHOLE)),
     "steps": _FLAG,

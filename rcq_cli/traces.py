@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rcq_cli.contract import compare_contracts
 from rcq_cli.errors import SpecError
 from rcq_cli.steps import UNITS, arrays_of
 
@@ -269,13 +270,23 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
 # -- differences --------------------------------------------------------------------------------------------
 
 
+_SAME = "diff two runs of one model, task, context and seed"
+
+
 def difference(a: RunReader, b: RunReader, wanted: Filter) -> dict[str, Json]:
     """Return the document of `rcq trace diff`: head-steps of both runs, matched by sample, step, layer, head.
 
-    Raises `SpecError` when nothing matches.
+    Raises `NotComparable` for runs of other prompts or another model, `SpecError` when nothing matches.
     """
     import numpy as np
 
+    from rcq_cli.identity import LATE
+
+    # what follows from the samples that were taken may differ: those of both are matched
+    early = [{name: value for name, value in run.contract.items() if name not in LATE} for run in (a, b)]
+    mismatch = compare_contracts(*early)
+    if not mismatch.comparable:
+        raise mismatch.refusal(str(a.folder), str(b.folder), _SAME)
     left, right = (flat(recorded(reader, wanted.sample), wanted) for reader in (a, b))
     keys = [_keys(found) for found in (left, right)]
     places = {key: row for row, key in enumerate(keys[1])}
@@ -284,7 +295,7 @@ def difference(a: RunReader, b: RunReader, wanted: Filter) -> dict[str, Json]:
         raise SpecError(
             f"no head-step of {str(a.folder)!r} is in {str(b.folder)!r}",
             why="their samples, layers or heads differ",
-            fix="diff two runs of one task, context and seed",
+            fix=_SAME,
             id="RCQ-USE-14",
         )
     rows = np.array(pairs).T

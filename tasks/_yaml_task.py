@@ -231,19 +231,41 @@ class YamlTask:
 
     def _references(self, record: Record) -> tuple[str, ...]:
         """Return the texts of `doc_to_target`: a field may hold several."""
-        target = self.settings["doc_to_target"]
+        target = self._template("doc_to_target", record)
         slot = _SLOT.fullmatch(target.strip())
-        value = _field(record, slot[1] if slot else target, self.path) if slot or target in record else None
-        if isinstance(value, list):
-            return tuple(map(str, value))
-        return (self._filled(target, record) if value is None else str(value),)
+        if not slot and target not in record:
+            return (self._filled(target, record),)
+        name = slot[1] if slot else target
+        value = _field(record, name, self.path)
+        answers = value if isinstance(value, list) else [value]
+        if not answers or None in answers:
+            raise _refused(self.path, f"a record has no answer: its field {name!r} is {value!r}")
+        return tuple(map(str, answers))
 
     def _text(self, name: str, record: Record) -> str:
-        template = self.settings[name]
-        return str(record[template]) if template in record else self._filled(template, record)
+        template = self._template(name, record)
+        return self._told(record, template) if template in record else self._filled(template, record)
+
+    def _template(self, name: str, record: Record) -> str:
+        """Return the field's name or the text that `name` is; raise `SpecError` for what is neither."""
+        template = str(self.settings[name])
+        if template in record or _SLOT.search(template):
+            return template
+        hint = did_you_mean(template, tuple(record)) or f"known: {', '.join(record)}; "
+        raise _refused(
+            self.path,
+            f"{name} {template!r:.60} is no field of the records and names none",
+            f"{hint}give a field, or a text with {{{{field}}}}",
+        )
 
     def _filled(self, template: str, record: Record) -> str:
-        return _SLOT.sub(lambda slot: str(_field(record, slot[1], self.path)), template)
+        return _SLOT.sub(lambda slot: self._told(record, slot[1]), template)
+
+    def _told(self, record: Record, name: str) -> str:
+        value = _field(record, name, self.path)
+        if value is None:
+            raise _refused(self.path, f"a record has nothing in its field {name!r}")
+        return str(value)
 
 
 def read_task(path: Path) -> YamlTask:

@@ -19,6 +19,7 @@ from rcq_cli.tasks._niah_context import Context
 from rcq_cli.tasks._words import adjectives, nouns
 
 _MOST_ABSENT = 10
+MOST_DEPTHS = 1001
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Options:
             first, last, step = 0.0, -1.0, 1.0
         if not (0 <= first <= last <= 100 and step > 0):
             raise _not_allowed("depths", self.depths, "FROM:TO:STEP in percent, e.g. 0:100:10")
+        if (last - first) / step >= MOST_DEPTHS:
+            raise _not_allowed("depths", self.depths, f"at most {MOST_DEPTHS} depths")
         return tuple(first + i * step for i in range(int((last - first) / step + 1e-9) + 1))
 
     def form_list(self) -> tuple[Form, ...]:

@@ -71,7 +71,7 @@ class TieredStore:
             return
         if self.centre is None:
             self.centre = _centre(values, prefill=keys.shape[1] > 1)
-            self._first_centre = self.centre.clone()
+            self._first_centre = None if self.originals is None else self.centre.clone()
         if self.originals is not None:
             for slab, rows in zip(self.originals, (keys, values), strict=True):
                 slab.extend(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rcq_cli.errors import RcqError
+from rcq_cli.errors import RcqError, SpecError
 from rcq_cli.shell import SCHEMA, Result, Shell
 from rcq_cli.table import MISSING, Cell, Column, Table, binary_bytes, duration, tokens
 
@@ -75,22 +75,28 @@ def answer_dry_run(shell: Shell, plan: Plan, *, stores: bool = True) -> int:
 
 
 def _tried(batch: Batch, loads: Loads) -> tuple[dict[str, list[Trial]], str]:
-    """Answer one sample at two lengths under every mode of a batch; on failure nothing but the reason."""
+    """Answer one sample at two lengths under every mode of a batch; on failure nothing but the reason.
+
+    What the command would refuse as its user's mistake is refused here as well.
+    """
     spec = batch[0]
     if spec.ctx is None:
         return {}, "this task runs no model"
     try:
         return _trials(batch, spec.ctx, loads), ""
     except RcqError as error:
+        if error.exit_code == SpecError.exit_code:
+            raise
         return {}, str(error)
 
 
 def _trials(batch: Batch, ctx: int, loads: Loads) -> dict[str, list[Trial]]:
     from rcq_cli.engine.decoder import Engine
-    from rcq_cli.run import modes_of
+    from rcq_cli.run import check, modes_of
 
     spec = batch[0]
     loaded = _loaded(spec, loads)
+    check(batch, loaded)
     engine = Engine(loaded, backend=spec.backend)
     sizes = tuple(dict.fromkeys(min(ctx, size) for size in (PROBE_TOKENS, 2 * PROBE_TOKENS)))
     samples = [_sample(spec, size, loaded) for size in sizes]

@@ -175,17 +175,20 @@ def whole(text: str | int | None, flag: str, low: int) -> int | None:
     return value
 
 
-def between(text: str | None, flag: str, high: float) -> float | None:
-    """Return the number a flag's text means; raise `SpecError` unless it lies between 0 and `high`."""
+def between(text: str | None, flag: str, high: float, least: float = 0.0) -> float | None:
+    """Return the number a flag's text means.
+
+    Raises `SpecError` unless it lies above 0, not below `least`, and below `high`.
+    """
     if text is None:
         return None
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < high:
+    if not (0 < value < high and value >= least):
         what = f"{flag} {text!r} is not allowed"
-        raise SpecError(what, fix=f"allowed: a number between 0 and {high:g}", id="RCQ-USE-07")
+        raise SpecError(what, fix=f"allowed: a number between {least:g} and {high:g}", id="RCQ-USE-07")
     return value
 
 

@@ -197,7 +197,7 @@ def require(cells: Sequence[Mapping[str, Json]], names: Sequence[str]) -> None:
             if value is None:
                 raise UnsupportedHere(
                     f"--require {name}: this machine gives no such reading",
-                    why=f"{status or 'unknown reading'}",
+                    why=f"{status or 'not measured'}",
                     fix="rcq doctor shows what is there; leave --require out",
                     id="RCQ-ENV-06",
                 )

@@ -155,6 +155,7 @@ def run_folders(words: Sequence[str]) -> list[Path]:
     if folders and len(folders) < len(words):
         raise SpecError(
             "modes and run folders do not mix in one comparison",
+            why=", ".join(f"{word!r} is no run folder" for word in words if not _means_folder(word)),
             fix="run the mode first (rcq eval), then compare the folders",
             id="RCQ-USE-02",
         )
@@ -218,13 +219,14 @@ def _rules(given: dict[str, Json]) -> Rules:
     from rcq_cli import gates
     from rcq_cli.commands._compare import INTERVALS, Rules
     from rcq_cli.commands._run import Limits, read_runs
+    from rcq_cli.pairing import SMALLEST_ALPHA
 
     o.choose(given["cluster"], ("auto", "none"), "--cluster")
     o.choose(given["interval"], INTERVALS, "--interval")
     return Rules(
         limits=Limits(o.whole(given["max_errors"], "--max-errors", 0) or 0, given["allow_inactive"]),
         margin=o.between(given["margin"], "--margin", 1.0),
-        alpha=o.between(given["alpha"], "--alpha", 0.5) or 0.025,
+        alpha=o.between(given["alpha"], "--alpha", 0.5, SMALLEST_ALPHA) or 0.025,
         interval=given["interval"],
         mid_p=given["midp"],
         cluster="none" if given["cluster"] == "none" else "cluster",

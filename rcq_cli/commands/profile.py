@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Json = Any
 
+READINGS = ("nvml", "allocator", "vm_hwm_bytes", "rss_anon_bytes", "rss_file_bytes", "rss_anon_delta_bytes")
+"""What `--require` may name."""
 GEOMETRIES = ("llama-3.1-8b", "qwen2.5-7b", "smollm2-135m")
 Modes = Annotated[
     list[str] | None,
@@ -97,6 +99,9 @@ def command(
     shell.parsed("profile", format=format, json_target=json, quiet=quiet, verbose=verbose)
     layers = _every(granularity, every)
     o.choose(cache, ("warm", "cold"), "--cache")
+    counts = o.whole(steps, "--steps", 5) or 5, o.whole(pairs, "--pairs", 2) or 2
+    for reading in require or ():
+        o.choose(reading, READINGS, "--require")
     plan = _plan(tuple(mode or ()), asked, geometry)
     if dry_run:
         from rcq_cli.commands._dry_run import answer_dry_run
@@ -105,7 +110,7 @@ def command(
     from rcq_cli.commands._profile import Asked
     from rcq_cli.profiling import Effort
 
-    effort = Effort(steps=o.whole(steps, "--steps", 5) or 5, pairs=o.whole(pairs, "--pairs", 2) or 2)
+    effort = Effort(steps=counts[0], pairs=counts[1])
     wanted = Asked(effort, attribution, tuple(require or ()), layers, cache == "cold")
     cells = _measure(shell, plan, geometry, dtype, wanted)
     _answer(shell, cells, breakdown)

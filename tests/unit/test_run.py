@@ -311,6 +311,48 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, task, rows):
     assert tables[0].equals(tables[1])
 
 
+def edited(folder, **changes):
+    """Change fields of the first row of an unfinished run."""
+    first, *rest = (folder / "examples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "examples.jsonl").write_text(json.dumps(json.loads(first) | changes) + "\n" + "".join(rest))
+
+
+def unfinished(tmp_path):
+    stop = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        execute(tmp_path, Engine(lambda _, s: stop if s.index == 2 else "right"), batch("certified"))
+    (folder,) = tmp_path.iterdir()
+    return folder
+
+
+@pytest.mark.parametrize("score", [7, -1, float("nan"), float("inf")])
+def test_a_score_that_cannot_be_is_not_resumed_from(tmp_path, score):
+    edited(unfinished(tmp_path), scores={"accuracy": score})
+    with pytest.raises(BrokenRun, match="scores") as caught:
+        execute(tmp_path, Engine(), batch("certified"), resume=True)
+    assert caught.value.id == "RCQ-RUN-03"
+
+
+@pytest.mark.parametrize(
+    "change", [{"sample_id": "stub/32/99"}, {"index": 10**30}, {"prompt_ids_sha256": "0"}]
+)
+def test_a_row_of_another_sample_is_answered_again(tmp_path, change):
+    edited(unfinished(tmp_path), **change)
+    engine = Engine()
+    (folder,) = execute(tmp_path, engine, batch("certified"), resume=True)
+    assert engine.decoded[0][1] == "stub/32/0"
+    assert [row["sample_id"] for row in RunReader(folder).examples()] == [f"stub/32/{i}" for i in range(5)]
+
+
+def test_a_run_without_its_environment_is_not_scored_again(tmp_path):
+    (folder,) = execute(tmp_path / "runs", Engine(), batch("certified"))
+    (folder / "environment.json").unlink()
+    with pytest.raises(BrokenRun, match=r"environment\.json") as caught:
+        rescore(folder, tmp_path / "again")
+    assert caught.value.id == "RCQ-RUN-23"
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_row_whose_certificates_are_lost_is_answered_again(tmp_path):
     stop = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):

@@ -300,6 +300,18 @@ def test_a_diff_matches_head_steps_and_counts_the_rest(folder, tmp_path, capsys)
     assert "72 in B alone" in text
 
 
+def test_runs_of_other_prompts_are_not_diffed(folder, tmp_path, capsys):
+    other = traced_run(tmp_path)
+    record = json.loads((other / "contract.json").read_text())
+    record["fields"]["task.seed"] = 7
+    (other / "contract.json").write_text(json.dumps(record))
+    summary = other / "summary.json"  # as if that run had been finished so
+    summary.unlink()
+    code, out, err = ask(capsys, "trace", "diff", str(folder), str(other))
+    assert (code, out) == (5, "")
+    assert "task.seed" in err
+
+
 def test_runs_without_a_common_head_step_cannot_be_compared(folder, tmp_path, capsys):
     other = traced_run(tmp_path, samples=1)
     lines = (other / "examples.jsonl").read_text()

@@ -1,0 +1,89 @@
+"""What cannot work is refused at once, as its user's mistake, by a dry run as well as by the run itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ("--ctx", "512", "--samples", "1")
+
+
+def rcq(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rcq_cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=120)
+
+
+def refused(*words: str, cwd: Path) -> str:
+    """Return the message of a command that has to be refused without leaving anything."""
+    before = sorted(cwd.iterdir())
+    done = rcq(*words, cwd=cwd)
+    assert done.returncode == 2, done.stderr
+    assert sorted(cwd.iterdir()) == before
+    return done.stderr
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("compare", "dense", "certified", *SMALL, "--alpha", "1e-17"), "between 1e-09 and 0.5"),
+        (("eval", "--ctx", "512", "--samples", "9" * 20), "1 to 1000000000"),
+        (("eval", *SMALL, "-T", "depths=0:100:1e-9"), "at most 1001 depths"),
+        (("eval", "--ctx", "1m", "--samples", "1"), "above what needle"),
+        (("eval", *SMALL, "-O", "group=7"), "does not divide head dim"),
+        (("eval", *SMALL, "--model", "needle:layers=99999999"), "1 to 16"),
+        (("profile", "--ctx", "512", "--steps", "0"), "5 or more"),
+        (("profile", "--ctx", "512", "--pairs", "0"), "2 or more"),
+        (("profile", "--ctx", "512", "--require", "foo"), "vm_hwm_bytes"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, tuple) and given else None,
+)
+def test_a_value_out_of_range_is_refused_before_any_work(
+    tmp_path: Path, words: tuple[str, ...], said: str, dry: tuple[str, ...]
+) -> None:
+    if "group=7" in words and not dry:
+        pytest.skip("the run finds it when it opens its first layer, and keeps the folder")
+    assert said in refused(*words, *dry, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("key", ["preset", "out", "executor", "address"])
+@pytest.mark.parametrize("value", ["7", "1.5", "true", "[]", '""'])
+def test_a_settings_file_with_another_kind_of_value_names_it(tmp_path: Path, key: str, value: str) -> None:
+    (tmp_path / "rcq.toml").write_text(f"{key} = {value}\n")
+    said = refused("eval", *SMALL, cwd=tmp_path)
+    assert "RCQ-USE-08" in said
+    assert key in said
+
+
+@pytest.mark.parametrize(
+    ("prompt", "target", "record", "said"),
+    [
+        ("{{q}}", "anwser", {"q": "1?", "answer": "1"}, "did you mean 'answer'?"),
+        ("qq", "answer", {"q": "1?", "answer": "1"}, "did you mean 'q'?"),
+        ("Say something", "answer", {"q": "1?", "answer": "1"}, "known: q, answer"),
+        ("q", "answer", {"q": None, "answer": "1"}, "nothing in its field 'q'"),
+        ("{{q}}", "answer", {"q": "1?", "answer": []}, "no answer"),
+        ("{{q}}", "{{answer}}", {"q": "1?", "answer": None}, "no answer"),
+        ("{{q}}", "is {{answer}}", {"q": "1?", "answer": None}, "nothing in its field 'answer'"),
+    ],
+)
+def test_a_task_whose_prompts_or_answers_would_be_no_data_is_refused(
+    tmp_path: Path, prompt: str, target: str, record: dict[str, object], said: str
+) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps(record) + "\n")
+    task = {
+        "task": "t",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": "d.jsonl"},
+        "test_split": "test",
+        "doc_to_text": prompt,
+        "doc_to_target": target,
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    (tmp_path / "t.yaml").write_text(json.dumps(task))
+    done = rcq("eval", "--task", "t.yaml", *SMALL, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "RCQ-USE-25" in done.stderr
+    assert said in done.stderr
