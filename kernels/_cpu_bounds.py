@@ -298,12 +298,8 @@ def spread(line: Line, width: int, table: Any) -> int:
         sums[j] = 0.0
     # what is not above `floor` belongs to the last bucket; that is most of a peaked head, a vector at a time
     top, last = bits(np.float32(largest_of(line.cost, width))), BUCKETS - 1
-    floor, rest_cost, rest_energy, rest_move = (
-        as_float(np.uint32(max(top - (last << CLASS), 0))),
-        0.0,
-        0.0,
-        0.0,
-    )
+    floor = as_float(np.uint32(max(top - (last << CLASS), 0)))
+    rest_cost = rest_energy = rest_move = 0.0
     for start in range(0, width, SHORT_RUN):
         cost = energy = move = splat(np.float32(0))
         for first in range(start, min(width, start + SHORT_RUN), LANES):

@@ -4,8 +4,6 @@ import sys
 
 from rcq_cli.streams import guard
 
-INTERRUPTED = 130
-
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
@@ -15,9 +13,10 @@ def main() -> None:
 
         sys.exit(version())
     from rcq_cli.main import run
+    from rcq_cli.shell import Interrupted
 
     code = run(sys.argv[1:])
-    if code == INTERRUPTED:
+    if code == Interrupted.exit_code:
         ignore_signals()
     sys.exit(code)
 

@@ -1,6 +1,5 @@
 """The end of a run, and runs made of other runs: merged shards and answers scored again."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from rcq_cli.store import (
     new_folder,
     timed_metrics,
 )
-from rcq_cli.stored import changed
 from rcq_cli.task_files import name_on_command_line
 
 
@@ -140,11 +138,9 @@ def _write(
     controls: Mapping[str, Row],
 ) -> Path:
     """Write a run from rows of others, given by the keys they had there."""
-    source = readers[0].folder / "environment.json"
-    if not source.exists():
-        raise changed(source)
+    environment = readers[0].environment  # refuses a changed one, before anything is made
     folder = new_folder(out, spec)
-    shutil.copyfile(source, folder / "environment.json")
+    write_json(folder / "environment.json", environment)
     with RunWriter(folder) as writer:
         for reader in readers:
             _copy_steps(reader, rows, writer)

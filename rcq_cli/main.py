@@ -86,7 +86,7 @@ def _call(shell: Shell, argv: list[str]) -> int:
     except SystemExit as stop:
         # Typer leaves so after completion, and when the reader of a help text has gone away
         return stop.code if isinstance(stop.code, int) and not _reader_gone() else 0
-    if code == 130:
+    if code == Interrupted.exit_code:
         raise interrupted()
     return code if isinstance(code, int) else 0
 
@@ -209,7 +209,7 @@ def _terminable() -> Iterator[None]:
             stopped.append(time.monotonic())
             raise KeyboardInterrupt
         if time.monotonic() - stopped[0] > PATIENCE_S:
-            os._exit(130)
+            os._exit(Interrupted.exit_code)
 
     before = [(number, signal.signal(number, stop)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:

@@ -50,7 +50,7 @@ class SpectralBound:
     def add_gram(self, gram: Tensor) -> None:
         """Add rows by their float64 Gram matrix `[H, D, D]`."""
         self.recent += gram
-        self.parts[1] = self.recent.flatten(1).norm(dim=1) * (1 + 2.0**-30)
+        self.parts[1] = _norm(self.recent)
         if self.due():
             self.refresh()
 
@@ -62,7 +62,7 @@ class SpectralBound:
         """Bound everything anew."""
         self.gram += self.recent
         self.recent.zero_()
-        self.parts[0] = power_bound(self.gram) * (1 + 2.0**-30)
+        self.parts[0] = _largest(self.gram)
         self.parts[1] = 0.0
 
     @property
@@ -72,8 +72,8 @@ class SpectralBound:
 
     def intact(self) -> bool:
         """Return whether the two terms are those of the two matrices."""
-        found = power_bound(self.gram) * (1 + 2.0**-30), self.recent.flatten(1).norm(dim=1) * (1 + 2.0**-30)
-        return bool(torch.isclose(self.parts, torch.stack(found), rtol=1e-9, atol=0.0).all())
+        found = torch.stack((_largest(self.gram), _norm(self.recent)))
+        return bool(torch.isclose(self.parts, found, rtol=1e-9, atol=0.0).all())
 
     def made_of(self, head: int, rows: Tensor) -> bool:
         """Return whether the matrices of a head are, along one direction, those of float64 rows `[n, D]`.
@@ -95,6 +95,16 @@ class SpectralBound:
     def nbytes(self) -> int:
         """Return the bytes held."""
         return self.gram.nbytes + self.recent.nbytes + self.parts.nbytes
+
+
+def _largest(gram: Tensor) -> Tensor:
+    """Return the first term, of G1: the bound on its eigenvalues, with what rounding may take."""
+    return power_bound(gram) * (1 + 2.0**-30)
+
+
+def _norm(recent: Tensor) -> Tensor:
+    """Return the second term, of G2: its Frobenius norm, likewise."""
+    return recent.flatten(1).norm(dim=1) * (1 + 2.0**-30)
 
 
 def theta(n: float, roundoff: float) -> float:
