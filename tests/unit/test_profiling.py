@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from rcq_cli import LayerCache, profiling
+from rcq_cli import LayerCache, phases, profiling
 from rcq_cli.certify.spectral import SpectralBound
 from rcq_cli.commands import _profile
+from rcq_cli.engine import clock as clocks
 from rcq_cli.engine import ledger
 from rcq_cli.engine.clock import CpuClock, StepTimes
 from rcq_cli.engine.stepper import LayerStepper
@@ -83,7 +84,7 @@ def test_a_profile_has_every_phase_and_shares_that_sum_to_one(profiled):
     assert [row["name"] for row in document["phases"]] == list(LETTERS)
     assert sum(row["share"] for row in document["phases"] if row["share"] is not None) == pytest.approx(1)
     by_name = {row["name"]: row for row in document["phases"]}
-    assert by_name["unattributed"]["share"] < 0.05
+    assert 0 <= by_name["unattributed"]["share"] < 1
     assert by_name["model"]["share"] is None
     assert by_name["model"]["status"] == "not_applicable"
 
@@ -364,6 +365,33 @@ def test_a_layer_stepper_times_its_phases_and_feeds_every_token():
     assert arm.tokens == 301
     assert step.phase_ns["attend"] > 0
     assert step.step_ns <= spent
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_nothing_but_the_marks_runs_outside_the_phases(backend):
+    """Counted in calls: in time, a shared machine would decide how much of a short step the marks are."""
+    fed = topics(GEOMETRIES["smollm2-135m"], 300, torch.float32)
+    cache = LayerCache("certified", query_heads=9, kv_heads=3, head_dim=64, backend=backend)
+    cache.prefill(fed.keys[:, :300], fed.values[:, :300])
+    arm = LayerStepper(cache._state, fed.keys[:, 300:], fed.values[:, 300:], fed.queries)
+    marks = {phases.__file__, clocks.__file__}
+    heard: list[str] = []
+
+    def note(frame, event, _argument):
+        if event in ("call", "c_call") and frame.f_code.co_filename not in marks:
+            heard.append(frame.f_code.co_name)
+
+    clock = CpuClock(lambda: len(heard))
+    with arm.ready():
+        arm.step()
+        sys.setprofile(note)
+        try:
+            arm.step(clock)
+        finally:
+            sys.setprofile(None)
+    (step,) = clock.steps()
+    assert step.step_ns > 100
+    assert step.unattributed_ns < 10
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values())
