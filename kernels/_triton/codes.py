@@ -108,6 +108,17 @@ def slack_of(norm, reach, factor, D: tl.constexpr):
 
 
 @triton.jit
+def breadth(norm, sk, rest, delta, factor, S: tl.constexpr):
+    """Return the norm of the score errors of a block over the largest one, at most sqrt(S), [RP].
+
+    Errors due to K - K' have norm ||q|| |scale| sk at most; `rest` of `delta` has other causes.
+    """
+    most = S**0.5 * MARGIN
+    wide = (norm * sk * tl.abs(factor) + rest * most) * MARGIN / delta
+    return tl.where(wide < most, wide, most)
+
+
+@triton.jit
 def query_rows(q, h, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Return the float32 queries [RP, DP] of KV head `h`, and upper bounds of their norms [RP]."""
     r, c = tl.arange(0, RP), tl.arange(0, DP)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from rcq_cli.kernels._triton.arithmetic import COUNTS, finite, growth, or_infinite, shrinkage
+from rcq_cli.kernels._triton.arithmetic import COUNTS, finite, or_infinite, shrinkage
 from rcq_cli.kernels._triton.codes import MARGIN
 from rcq_cli.kernels._triton.plan import ABSOLUTE, EPS, LAYER, RELATIVE, best_split, block_notes, layer_norm
 from rcq_cli.kernels._triton.score import (
@@ -19,6 +19,7 @@ from rcq_cli.kernels._triton.score import (
     SQUARE,
     TODO,
     VALUE,
+    WIDE,
 )
 
 KEY_BOUND, VALUE_BOUND, DROPPED_BOUND, ROUNDING_BOUND, OUTPUT_NORM, KEYS, VALUES, SKIPPED, RUNG, OPEN = (
@@ -76,7 +77,8 @@ def judge(
         away = tl.sqrt(tl.sum(tl.where(c < D, (stored - c0) * (stored - c0), 0.0), 0))
         tl.store(fields + OUTPUT_NORM * rows + line, norm)
         if FINAL:
-            eta, rv = block_notes(notes, raw, extra, tail_notes, h, b, pitch, blocks)
+            eta, rv, se, sv = block_notes(notes, raw, extra, tail_notes, h, b, pitch, blocks, S)
+            wide = tl.load(at + WIDE * rows * width, inside, 0.0).to(tl.float64)
             count = tl.where(b == blocks, tail_tokens, S).to(tl.float64)
 
             # rounding of the value pass and the quotient; storing
@@ -91,29 +93,27 @@ def judge(
             ) * MARGIN + gap
 
             # values
-            energy = tl.where(occupied, tl.exp(2 * (relative - tl.log(total))) * square, 0.0)
-            cost = tl.where(value_coded, share * eta, 0.0)
-            error = tl.where(value_coded & (eta > 0), energy, 0.0)
+            below, root = relative - tl.log(total), tl.sqrt(square)
+            spread = tl.where(occupied, tl.exp(below), 0.0) * root
+            cost = tl.where(value_coded, tl.minimum(share * eta, spread * se), 0.0)
+            error = tl.where(value_coded & (eta > 0), spread * spread, 0.0)
             value = best_split(cost, error, cost * 0.0, tl.load(spectra + heads + h), 0.0)
 
             # keys and skipped values together
             reach = (away + value + rounding) * MARGIN
-            log_weight = tl.where(
-                occupied, relative + tl.log(tl.where(occupied, mass, 1.0)) - tl.log(total), 0.0
-            )
-            lift = tl.exp(log_weight + delta)
-            shrunk = shrinkage(delta)
             flush = tl.minimum(relative, LOG_FLUSH + tl.maximum(relative, 0.0)) - tl.log(total)
             flushed = tl.where(occupied, count * tl.exp(flush + delta), 0.0)
             # a skipped token moves by all of its weight, an active one by exp(delta) - 1 of it
-            part = tl.where(skipped, 1.0, shrunk)
-            moved = tl.where(occupied, lift * part + flushed, 0.0)
-            spread = tl.exp(relative - tl.log(total) + delta) * part
-            energy = tl.where(occupied, spread * spread * square + flushed * flushed, 0.0)
-            held = tl.where(occupied, tl.exp(log_weight - delta), 0.0)
+            lift = tl.exp(below + delta) * tl.where(skipped, 1.0, shrinkage(delta))
+            # and where the errors of a block have a small norm, not all of its tokens do
+            together = tl.where(skipped, mass, tl.minimum(mass, root * wide))
+            spread = lift * tl.where(skipped, root, tl.minimum(root, wide)) + flushed
+            moved = or_infinite(tl.where(occupied, lift * together + flushed, 0.0))
+            energy = or_infinite(tl.where(occupied, spread * spread, 0.0))
+            held = tl.where(occupied, tl.exp(below - delta) * mass, 0.0)
             low = tl.sum(held, 0) / MARGIN
-            moved, energy = or_infinite(moved), or_infinite(energy)
-            cost = moved * (rv + reach)
+            joint = or_infinite(tl.where(occupied, spread * sv, 0.0))
+            cost = tl.minimum(or_infinite(moved * rv), joint) + moved * reach
             split = best_split(cost, energy, moved, tl.load(spectra + h), reach) / low
 
             # total variation: finite however wrong the scores are
@@ -127,9 +127,15 @@ def judge(
             variation = or_infinite(tl.minimum(shift, tanh) + gone + dropped)
             # a head that reads one token almost alone: its heaviest token weighs exp(0) of its block
             first = tl.max(tl.where(active, relative, float("-inf")), 0)
-            alone = tl.exp(first) / total * (1.0 - 2.0**-16)
-            least = tl.min(tl.where(active & (relative == first), delta, float("inf")), 0)
-            others = tl.maximum(shift * (1.0 + 2.0**-16) - alone * growth(least), 0.0)
+            one = 1.0 - 2.0**-16
+            alone = tl.exp(first) / total * one
+            # its block counts with what its other tokens can do, not with what was counted for all of them
+            spare = tl.maximum(mass * (1.0 + 2.0**-16) - one, 0.0)
+            taken = tl.where(
+                active & (relative == first), lift * tl.maximum(together * one - spare, 0.0), 0.0
+            )
+            others = tl.maximum(shift * (1.0 + 2.0**-16) - tl.max(taken, 0), 0.0)
+            others = tl.where(finite(shift), others, float("inf"))
             floor, rest = tl.minimum(low, 1.0), 1.0 - alone
             lonely = tl.maximum((others + lifted + rest * (1.0 - floor)) / floor, rest)
             variation = tl.minimum(tl.minimum(variation, or_infinite(lonely)) * MARGIN, 1.0)

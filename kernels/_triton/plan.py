@@ -16,13 +16,17 @@ from rcq_cli.kernels._triton.score import (
     KEY,
     MASS,
     NORM,
+    NOTES,
     PEAK,
     PEAK_ROW,
     READ,
     ROW,
+    SE,
     SQUARE,
+    SV,
     TODO,
     VALUE,
+    WIDE,
 )
 
 EPS, ABSOLUTE, EXPLORE, RELATIVE, SKIP, LAYER, PROMOTE, TAU = (tl.constexpr(i) for i in range(1, 9))
@@ -33,15 +37,21 @@ VALUE_PART, VALUE_TARGET, SKIP_PART, KEY_FLOOR = (tl.constexpr(x) for x in (0.5,
 
 
 @triton.jit
-def block_notes(notes, raw, extra, tail_notes, h, b, pitch, blocks):
-    """Return float64 eta and rv of blocks `b`; the tail stands at `blocks` and what lies beyond is zero."""
+def block_notes(notes, raw, extra, tail_notes, h, b, pitch, blocks, S: tl.constexpr):
+    """Return float64 eta, rv, se, sv of blocks `b`; the tail stands at `blocks`, what lies beyond is zero.
+
+    A block without spectral norms has what the longest row allows, sqrt(S) times its norm.
+    """
     row, inside = h * pitch + b, b < blocks
     is_raw = tl.load(raw + row, inside, 0) != 0
-    eta = tl.load(notes + row * 4 + 2, inside, 0.0).to(tl.float64)
-    rv = tl.load(notes + row * 4 + 3, inside, 0.0).to(tl.float64)
+    eta = tl.load(notes + row * NOTES + 2, inside, 0.0).to(tl.float64)
+    rv = tl.load(notes + row * NOTES + 3, inside, 0.0).to(tl.float64)
+    se = tl.load(notes + row * NOTES + SE, inside, 0.0).to(tl.float64)
+    sv = tl.load(notes + row * NOTES + SV, inside & ~is_raw, float("inf")).to(tl.float64)
     rv = tl.where(is_raw, tl.load(extra + row * 2 + 1, inside, 0.0).to(tl.float64), rv)
     rv = tl.where(b == blocks, tl.load(tail_notes + h * 2 + 1).to(tl.float64), rv)
-    return tl.where(is_raw, 0.0, eta), rv
+    eta, most = tl.where(is_raw, 0.0, eta), S**0.5 * MARGIN
+    return eta, rv, tl.minimum(se, eta * most), tl.minimum(sv, rv * most)
 
 
 @triton.jit
@@ -97,7 +107,8 @@ def layer_norm(norms, pitch: tl.constexpr, rows, MP: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS)
 def plan(
     notes, raw, extra, tail_notes, centre, spectra, constants, stats, flags, state, pitch, width,
-    blocks, FIRST: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MP: tl.constexpr,
+    blocks, FIRST: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    MP: tl.constexpr,
 ):  # fmt: skip
     """Plan a round for query head `program 0`.
 
@@ -114,8 +125,9 @@ def plan(
         at = stats + line * width + b
         peak = tl.load(at + PEAK * rows * width, inside, float("-inf")).to(tl.float64)
         mass = tl.load(at + MASS * rows * width, inside, 0.0).to(tl.float64)
-        square = tl.load(at + SQUARE * rows * width, inside, 0.0).to(tl.float64)
+        root = tl.sqrt(tl.load(at + SQUARE * rows * width, inside, 0.0).to(tl.float64))
         delta = tl.load(at + DELTA * rows * width, inside, 0.0).to(tl.float64)
+        wide = tl.load(at + WIDE * rows * width, inside, 0.0).to(tl.float64)
         if FIRST:
             top = tl.max(tl.where(mass > 0, peak, float("-inf")), 0)
             tl.store(state + line * ROW + PEAK_ROW, top)
@@ -124,8 +136,8 @@ def plan(
         else:
             factor = tl.load(at + FACTOR * rows * width, inside, 0.0)
         factor = factor.to(tl.float64)
-        share = factor * mass / tl.sum(factor * mass, 0)
-        energy = tl.where(mass > 0, share * share * square / (mass * mass), 0.0)
+        heaviest = factor / tl.sum(factor * mass, 0)
+        share = heaviest * mass
         norm, away = tl.load(state + line * ROW + NORM), tl.load(state + line * ROW + AWAY)
         read = flags + (READ * heads + h) * width + b
         want_key, want_value = read + KEY * heads * width, read + VALUE * heads * width
@@ -141,7 +153,7 @@ def plan(
         else:
             key_coded = coded & (tl.load(want_key, coded, 1) == 0)
             value_coded = coded & (tl.load(want_value, coded, 1) == 0)
-            eta, rv = block_notes(notes, raw, extra, tail_notes, h, b, pitch, blocks)
+            eta, rv, se, sv = block_notes(notes, raw, extra, tail_notes, h, b, pitch, blocks, S)
             eps = tl.load(constants + EPS)
             limit = norm * eps / (1.0 + eps)
             if tl.load(constants + LAYER) > 0:
@@ -152,9 +164,17 @@ def plan(
             mean = tl.sum(share * (rv + eta), 0) + tl.sqrt(tl.sum(c0 * c0, 0))
             left = limit - tl.load(constants + RELATIVE) * (mean + norm)
             may_promote = tl.load(constants + PROMOTE) > 0
+            # what score errors of a block cost and what skipping it does: early, as registers are few
+            up = growth(tl.minimum(delta, 500.0))
+            dropped = share * (up + 1.0) * (rv + away)
+            up *= heaviest
+            shift, grown = up * tl.minimum(mass, root * wide), up * tl.minimum(root, wide)
+            dear = tl.minimum(shift * rv, grown * sv) + shift * away
+            low = tl.sum(share * (1.0 - shrinkage(delta)), 0)
             # values
-            cost = tl.where(value_coded, share * eta, 0.0)
-            error = tl.where(value_coded, energy, 0.0)
+            spread = tl.where(value_coded, heaviest * root, 0.0)
+            cost = tl.minimum(tl.where(value_coded, share * eta, 0.0), spread * se)
+            error = spread * spread
             spectrum = tl.load(spectra + heads + h)
             bound = best_split(cost, error, cost * 0.0, spectrum, 0.0)
             promoted = coded & (b < 0)
@@ -165,8 +185,7 @@ def plan(
                 tl.store(read, one, promoted)
                 bound = VALUE_TARGET * left
             # skipping
-            up = growth(tl.minimum(delta, 500.0))
-            cost = tl.where(key_coded, share * (up + 1.0) * (rv + away), 0.0)
+            cost = tl.where(key_coded, dropped, 0.0)
             allowance = SKIP_PART * tl.maximum(tl.minimum(left - bound, limit), 0.0)
             cut = cut_for(cost, cost * 0.0, cost, 0.0, 1.0, allowance)
             cut = tl.where(tl.load(constants + SKIP) > 0, cut, 0.0)
@@ -174,17 +193,13 @@ def plan(
             tl.store(read, one, needed)
             skipped = coded & ~needed
             # keys
-            shift = share * up
-            cost = shift * (rv + away)
-            rest = tl.sum(tl.where(key_coded, 0.0, cost), 0) + allowance
+            rest = tl.sum(tl.where(key_coded, 0.0, dear), 0) + allowance
             free = key_coded & ~skipped
-            grown = energy * up * up
             cost, grown, shift = (
-                tl.where(free, cost, 0.0),
-                tl.where(free, grown, 0.0),
+                tl.where(free, dear, 0.0),
+                tl.where(free, grown * grown, 0.0),
                 tl.where(free, shift, 0.0),
             )
-            low = tl.sum(share * (1.0 - shrinkage(delta)), 0)
             target = tl.maximum(tl.maximum(left - bound, 0.0) * low - rest, KEY_FLOOR * limit * low)
             spectrum = tl.load(spectra + h)
             lifted = coded & (b < 0)

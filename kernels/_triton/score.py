@@ -1,16 +1,18 @@
 """Scores: every block from its codes in one pass, and promoted ones again from their originals.
 
-Per block and query head the pass leaves weights exp(s - peak), their peak, sum and sum of squares, and Delta,
-the bound on what a score may be off by, with the rounding of everything up to the weight in it.
+Per block and query head the pass leaves weights exp(s - peak), their peak, sum and sum of squares, Delta, the
+bound on what a score may be off by, with the rounding of everything up to the weight in it, and the norm of
+all these errors of a block over Delta.
 """
 
 import triton
 import triton.language as tl
 
 from rcq_cli.kernels._triton.arithmetic import COUNTS, odd, print_words
-from rcq_cli.kernels._triton.codes import MARGIN, coded_scores, exact_scores, query_rows, slack_of
+from rcq_cli.kernels._triton.codes import MARGIN, breadth, coded_scores, exact_scores, query_rows, slack_of
 
-PEAK, MASS, SQUARE, DELTA, FACTOR = (tl.constexpr(i) for i in range(5))
+PEAK, MASS, SQUARE, DELTA, FACTOR, WIDE = (tl.constexpr(i) for i in range(6))
+NOTES, SK, SE, SV = (tl.constexpr(i) for i in (7, 4, 5, 6))
 READ, KEY, VALUE = (tl.constexpr(i) for i in range(3))
 TODO, NORM, AWAY, PEAK_ROW = (tl.constexpr(i) for i in range(4))
 ROW = tl.constexpr(4)
@@ -18,27 +20,24 @@ DAMAGED_CODES, DAMAGED_ORIGINALS = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def annotations(notes, raw, extra, row):
-    """Return rk, kappa, eta, rv and whether a block is raw; a raw one is only read from its originals."""
+def annotations(notes, raw, extra, row, S: tl.constexpr):
+    """Return rk, kappa, sk and whether a block is raw; a raw one is only read from its originals."""
     is_raw = tl.load(raw + row) != 0
-    rk = tl.load(notes + row * 4).to(tl.float32)
-    kappa = tl.load(notes + row * 4 + 1).to(tl.float32)
-    eta = tl.load(notes + row * 4 + 2).to(tl.float32)
-    rv = tl.load(notes + row * 4 + 3).to(tl.float32)
-    longest, away = tl.load(extra + row * 2), tl.load(extra + row * 2 + 1)
+    rk = tl.load(notes + row * NOTES).to(tl.float32)
+    kappa = tl.load(notes + row * NOTES + 1).to(tl.float32)
+    sk = tl.minimum(tl.load(notes + row * NOTES + SK).to(tl.float32), rk * (S**0.5 * MARGIN))
     zero = rk * 0.0
     return (
         tl.where(is_raw, zero, rk),
-        tl.where(is_raw, longest, kappa),
-        tl.where(is_raw, zero, eta),
-        tl.where(is_raw, away, rv),
+        tl.where(is_raw, tl.load(extra + row * 2), kappa),
+        tl.where(is_raw, zero, sk),
         is_raw,
     )
 
 
 @triton.jit
 def put_weights(
-    scores, count, blank, delta, h, b, stats, weights, rows, width, R: tl.constexpr, RP: tl.constexpr,
+    scores, count, blank, delta, wide, h, b, stats, weights, rows, width, R: tl.constexpr, RP: tl.constexpr,
     SP: tl.constexpr,
 ):  # fmt: skip
     """Write weights and statistics of a block from the scores [SP, RP] of its `count` tokens; return peaks.
@@ -57,6 +56,7 @@ def put_weights(
     tl.store(stats + MASS * rows * width + at, mass, r < R)
     tl.store(stats + SQUARE * rows * width + at, tl.sum(weight * weight, 0), r < R)
     tl.store(stats + DELTA * rows * width + at, delta, r < R)
+    tl.store(stats + WIDE * rows * width + at, wide, r < R)
     line = (h.to(tl.int64) * width + b) * (R * SP)
     tl.store(weights + line + r[None, :] * SP + t[:, None], weight, (r < R)[None, :])
     return peak
@@ -73,16 +73,19 @@ def score(
     heads = tl.num_programs(1)
     factor = tl.load(constants).to(tl.float32)
     query, norm = query_rows(q, h, R, RP, D, DP)
+    most = tl.full([RP], S**0.5 * MARGIN, tl.float32)
     for i in range(PER):
         b = tile * PER + i
         if b < blocks:
             row = (h * pitch + b).to(tl.int64)
-            rk, kappa, _, _, is_raw = annotations(notes, raw, extra, row)
+            rk, kappa, sk, is_raw = annotations(notes, raw, extra, row, S)
             s, half_step, lost = coded_scores(query, codes, scale, offset, row, factor, S, SP, D, DP)
             slack = slack_of(norm, kappa + rk, factor, D)
-            delta = (tl.minimum(half_step, norm * rk) + lost) * (tl.abs(factor) * MARGIN) + slack
+            rest = lost * (tl.abs(factor) * MARGIN) + slack
+            delta = tl.minimum(half_step, norm * rk) * (tl.abs(factor) * MARGIN) + rest
+            wide = breadth(norm, sk, rest, delta, factor, S)
             # a raw block has no codes; it weighs nothing until its originals are scored
-            put_weights(s, S, is_raw, delta, h, b, stats, weights, heads * R, width, R, RP, SP)
+            put_weights(s, S, is_raw, delta, wide, h, b, stats, weights, heads * R, width, R, RP, SP)
             pinned = ((b == 0) | (b == blocks - 1) | is_raw).to(tl.uint8)
             for flag in tl.static_range(3):
                 tl.store(flags + (flag * heads + h) * width + b, pinned)
@@ -99,7 +102,9 @@ def score(
         tl.store(tail_notes + h * 2 + 1, tl.sqrt(tl.max(tl.sum(away * away, 1), 0)) * MARGIN + 1e-18)
         s = exact_scores(query, k, factor)
         slack = slack_of(norm, reach, factor, D)
-        put_weights(s, tail_tokens, False, slack, h, blocks, stats, weights, heads * R, width, R, RP, SP)
+        put_weights(
+            s, tail_tokens, False, slack, most, h, blocks, stats, weights, heads * R, width, R, RP, SP
+        )
         for flag in tl.static_range(3):
             tl.store(flags + (flag * heads + h) * width + blocks, (tail_tokens > 0).to(tl.uint8))
         line = state + (h * R + r) * ROW
@@ -163,6 +168,7 @@ def rescore(
         factor = tl.load(constants).to(tl.float32)
         explore = tl.load(constants + 3).to(tl.float32)
         query, norm = query_rows(q, h, R, RP, D, DP)
+        most = tl.full([RP], S**0.5 * MARGIN, tl.float32)
         for i in range(PER):
             b = tile * PER + i
             chosen = b < blocks
@@ -172,7 +178,7 @@ def rescore(
                     chosen = (chance(step, h, b) < explore) & (chosen == 0)
             if chosen:
                 row = (h * pitch + b).to(tl.int64)
-                rk, kappa, _, _, is_raw = annotations(notes, raw, extra, row)
+                rk, kappa, _, is_raw = annotations(notes, raw, extra, row, S)
                 slot = tl.load(slots + row)
                 rows = original_rows(pool, host, slot, h, h, b, capacity, host_pitch, S, SP, D, DP)
                 exact = exact_scores(query, rows, factor)
@@ -186,7 +192,7 @@ def rescore(
                     tl.store(faults + h, b * 4 + DAMAGED_CODES)
                 if not PROBE:
                     peak = put_weights(
-                        exact, S, False, slack, h, b, stats, weights, heads * R, width, R, RP, SP
+                        exact, S, False, slack, most, h, b, stats, weights, heads * R, width, R, RP, SP
                     )
                     line = h * R + r
                     top = tl.load(state + line * ROW + PEAK_ROW, r < R, 0.0)
@@ -202,7 +208,7 @@ def block_print(
 ):  # fmt: skip
     """Return the fingerprint of everything tier 1 holds of a block."""
     t, c = tl.arange(0, SP)[None, :], tl.arange(0, DP)[None, :]
-    n, g, down = tl.arange(0, 4)[None, :], tl.arange(0, GP)[None, :], tl.arange(0, SP)[:, None]
+    n, g, down = tl.arange(0, 8)[None, :], tl.arange(0, GP)[None, :], tl.arange(0, SP)[:, None]
     mask = (down < S) & (c < D)
     total = print_words(tl.load(codes + (row * S + down) * D + c, mask, 0), down * D + c, mask)
     half = (down < S) & (c < D // 2)
@@ -222,8 +228,8 @@ def block_print(
             here = (down < S) & (g < D // G)
             words = tl.load(meta + (row * S + down) * (D // G) + g, here, 0.0).to(tl.int16, bitcast=True)
         total += print_words(words, (3 * S + part * S + 4 + down) * D + g, here)
-    words = tl.load(notes + row * 4 + n).to(tl.int16, bitcast=True)
-    return total + print_words(words, (5 * S + 8) * D + n, n >= 0)
+    words = tl.load(notes + row * NOTES + n, n < NOTES, 0.0).to(tl.int16, bitcast=True)
+    return total + print_words(words, (5 * S + 8) * D + n, n < NOTES)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -25,7 +25,9 @@ class Sealed(NamedTuple):
     raw: Tensor
     """bool `[H, M]`"""
     notes: Tensor
-    """`[H, M, 3]` rk, kappa and the longest key; or `[H, M, 2]` eta and rv"""
+    """`[H, M, 3]` rk, kappa and the longest key"""
+    left: Tensor
+    """float64 `[H, M, S, D]` k - k'"""
 
 
 @triton.jit
@@ -37,8 +39,8 @@ def _key_step(x, NARROW: tl.constexpr):
 
 @triton.jit
 def seal_keys(
-    source, codes, scale, offset, raw, notes, head_pitch, S: tl.constexpr, SP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, NARROW: tl.constexpr,
+    source, codes, scale, offset, raw, notes, left, head_pitch, S: tl.constexpr, SP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Encode block `program 0` of KV head `program 1` on the end-point grid (theory 1.1)."""
     b, h = tl.program_id(0), tl.program_id(1)
@@ -72,6 +74,7 @@ def seal_keys(
     rest = tl.where(inside, k - (code * s[None, :] + z[None, :]), 0.0)
     size = tl.where(inside, tl.abs(code) * s[None, :] + tl.abs(z)[None, :], 0.0)
     tl.store(codes + (row * S + t[:, None]) * D + c[None, :], code.to(tl.int8), inside)
+    tl.store(left + (row * S + t[:, None]) * D + c[None, :], rest, inside)
     tl.store(scale + row * D + c, s.to(scale.dtype.element_ty), channel)
     tl.store(offset + row * D + c, z.to(offset.dtype.element_ty), channel)
     tl.store(raw + row, bad)
@@ -231,11 +234,13 @@ def encode_keys(keys: Tensor, fmt: TierFormat) -> Sealed:
     scale, offset = (keys.new_empty(heads, blocks, dim, dtype=fmt.key_dtype) for _ in range(2))
     raw = torch.empty(heads, blocks, dtype=torch.int32, device=keys.device)
     notes = keys.new_empty(heads, blocks, 3, dtype=torch.float64)
+    left = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
     seal_keys[blocks, heads](
-        keys, codes, scale, offset, raw, notes, keys.stride(0), NARROW=fmt.key_meta == "float16",
+        keys, codes, scale, offset, raw, notes, left, keys.stride(0), NARROW=fmt.key_meta == "float16",
         **sizes(size, dim), **OPTIONS,
     )  # fmt: skip
-    return Sealed({"key_codes": codes, "key_scale": scale, "key_offset": offset}, raw > 0, notes)
+    named = {"key_codes": codes, "key_scale": scale, "key_offset": offset}
+    return Sealed(named, raw > 0, notes, left)
 
 
 def encode_values(values: Tensor, fmt: TierFormat) -> tuple[dict[str, Tensor], Tensor]:

@@ -44,7 +44,7 @@ class Tiers(NamedTuple):
     fmt: TierFormat
     codes: dict[str, Tensor]
     notes: Tensor
-    """float16 `[Hkv, pitch, 4]`: rk, kappa, eta, rv"""
+    """float16 `[Hkv, pitch, 7]`: rk, kappa, eta, rv, sk, se, sv"""
     raw: Tensor
     extra: Tensor
     """float32 `[Hkv, pitch, 2]`: longest key and rv, read where a block is raw"""
@@ -131,7 +131,7 @@ class Workspace:
         def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.stats = floats(5, rows, self.width)
+        self.stats = floats(6, rows, self.width)
         self.weights = floats(heads, self.width, group, padded)
         self.flags = floats(3, heads, self.width, dtype=torch.uint8)
         self.state = floats(rows, 4, dtype=torch.float64)
@@ -237,8 +237,8 @@ class StepKernels:
         t, w, s = self.tiers, self.work, self.size
         plan.plan[self.heads * self.group,](
             *self._notes(), w.tail_notes, t.centre, t.spectra, self.constants, w.stats, w.flags, w.state,
-            t.pitch, w.width, t.blocks, FIRST=first, R=self.group, D=s["D"], DP=s["DP"], **self._columns(),
-            **OPTIONS,
+            t.pitch, w.width, t.blocks, FIRST=first, R=self.group, S=s["S"], D=s["D"], DP=s["DP"],
+            **self._columns(), **OPTIONS,
         )  # fmt: skip
 
     def _bring_in(self) -> None:

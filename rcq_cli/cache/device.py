@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.slab import Slab
-from rcq_cli.cache.tiers import TieredStore
-from rcq_cli.certify.spectral import SpectralBound
+from rcq_cli.cache.tiers import ANNOTATIONS, TieredStore
+from rcq_cli.certify.spectral import SpectralBound, spectral_norm
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels._rounding import MARGIN, round_up, upper
 from rcq_cli.protocols import Geometry, LayerBytes
@@ -90,7 +90,7 @@ class DeviceStore(TieredStore):
     """Tier 1 in the layout of the reference, sealed by kernels; raw flags and measurements on the device."""
 
     def __init__(self, geometry: Geometry, fmt: TierFormat, backend: Any, *, originals: bool = True) -> None:
-        super().__init__(geometry, fmt, backend, originals=originals)
+        super().__init__(geometry, fmt, backend, originals=originals, joint=True)
         heads, dim, place = geometry.kv_heads, geometry.head_dim, geometry.device
         self.kernels = backend.kernels()
         shapes = self.kernels.layouts(fmt, dim)
@@ -112,9 +112,11 @@ class DeviceStore(TieredStore):
         sealed = self.kernels.encode_keys(keys, fmt)
         coded, raw_values = self.kernels.encode_values(values, fmt)
         residual, measured = self.kernels.residuals(values, self.centre, coded, fmt.group)
-        exact = torch.cat((sealed.notes[..., :2], measured), -1)
+        centred = values.double() - self.centre[:, None, None]
+        together = spectral_norm(torch.stack((sealed.left, residual, centred)))
+        exact = torch.cat((sealed.notes[..., :2], measured, together.movedim(0, -1)), -1)
         stored = upper(exact, torch.float16)
-        raw = sealed.raw | raw_values | ~torch.isfinite(stored).all(-1)
+        raw = sealed.raw | raw_values | ~torch.isfinite(stored[..., : len(ANNOTATIONS)]).all(-1)
         for name, rows in (sealed.blocks | coded).items():
             self.blocks[name].extend(rows)
         self.annotations.extend(torch.where(raw[..., None], torch.zeros_like(stored), stored))

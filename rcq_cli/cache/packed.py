@@ -41,6 +41,7 @@ class PackedStore(TieredStore):
             "keys": Slab(heads, (self.shape.key_bytes,), torch.uint8),
             "values": Slab(heads, (self.shape.value_bytes,), torch.uint8),
         }
+        self.joint = (6, 7) if originals else ()
         self.annotations = Slab(heads, (state.NOTES,), torch.float16)
         self.checks = Slab(heads, (4,), torch.int64)
         self._call, self._moves = state.Call(self.shape), 0
@@ -255,4 +256,6 @@ def make_store(geometry: Geometry, fmt: TierFormat, backend: Any, *, originals: 
     if backend.name == "triton-fused" and originals:
         return DeviceStore(geometry, fmt, backend)
     kind = PackedStore if backend.name == "cpu" else TieredStore
-    return kind(geometry, fmt, backend, originals=originals)
+    if kind is PackedStore:
+        return PackedStore(geometry, fmt, backend, originals=originals)
+    return TieredStore(geometry, fmt, backend, originals=originals, joint=originals)

@@ -3,8 +3,10 @@
 A block of S tokens is encoded once, when its last token arrives, annotated from what was stored, and never
 rewritten. Symbols follow the certified-attention paper (arXiv:2605.20868, sections 3 and 4): per block
 rk = max ||k - k'||, kappa = max || |s * code| + |z| ||, eta = max ||v - v'|| (absolute), rv = max ||v - c0||.
+Over the tokens of a block together, sk, se and sv are spectral norms of K - K', V - V' and V - c0.
 """
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,14 +14,14 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.slab import Slab
-from rcq_cli.certify.spectral import SpectralBound
+from rcq_cli.certify.spectral import SpectralBound, spectral_norm
 from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels._format import CHECKSUM_FACTOR, TierFormat
 from rcq_cli.kernels._rounding import MARGIN, upper
 from rcq_cli.kernels.reference import Blocks, Reference
 from rcq_cli.protocols import Geometry, LayerBytes
 
-ANNOTATIONS = ("rk", "kappa", "eta", "rv")
+ANNOTATIONS, JOINT = ("rk", "kappa", "eta", "rv"), ("sk", "se", "sv")
 _CHUNK_ELEMENTS = 2**21
 
 
@@ -30,23 +32,37 @@ class Annotations(NamedTuple):
     kappa: Tensor
     eta: Tensor
     rv: Tensor
+    sk: Tensor | None = None
+    """None, like the two below, where the store has no spectral norms of blocks."""
+    se: Tensor | None = None
+    sv: Tensor | None = None
 
 
 class TieredStore:
     """Tier 1 (codes, metadata, annotations, tail) and tier 2 (originals) of one layer.
 
-    `originals=False` keeps no tier 2 (mode `naive`). Keys and values are `[Hkv, T, D]`, keys after RoPE.
+    `originals=False` keeps no tier 2 (mode `naive`), `joint=True` annotates blocks with spectral norms too.
+    Keys and values are `[Hkv, T, D]`, keys after RoPE.
     """
 
     def __init__(
-        self, geometry: Geometry, fmt: TierFormat, backend: Reference, *, originals: bool = True
+        self,
+        geometry: Geometry,
+        fmt: TierFormat,
+        backend: Reference,
+        *,
+        originals: bool = True,
+        joint: bool = False,
     ) -> None:
         fmt.check(geometry.head_dim)
         self.geometry, self.fmt, self.backend = geometry, fmt, backend
         heads, dim = geometry.kv_heads, geometry.head_dim
         self.dtype = getattr(torch, geometry.dtype)
         self.blocks: dict[str, Slab] = {}
-        self.annotations = Slab(heads, (len(ANNOTATIONS),), torch.float16, geometry.device)
+        self.joint = (4, 5, 6) if joint else ()
+        """Columns of the annotations with sk, se and sv, as far as there are such."""
+        columns = len(ANNOTATIONS) + len(self.joint)
+        self.annotations = Slab(heads, (columns,), torch.float16, geometry.device)
         self.raw = Slab(heads, (), torch.bool)
         self.raw_bounds = Slab(heads, (2,), torch.float64)  # kappa and rv of raw blocks
         self.checks = Slab(heads, (2,), torch.int64)  # checksums of tier 1 and of the originals
@@ -116,19 +132,16 @@ class TieredStore:
         key_blocks, raw_keys = self.backend.quantize_keys(k, self.fmt)
         value_blocks, raw_values = self.backend.quantize_values(v, self.fmt)
         blocks = key_blocks | value_blocks
-        residual = v - self.backend.values(blocks)
         assert self.centre is not None
-        exact = torch.stack(
-            (
-                (k - self.backend.keys(blocks)).norm(dim=-1).amax(-1),
-                self.backend.key_magnitude(blocks),
-                residual.norm(dim=-1).amax(-1),
-                (v - self.centre[:, None, None]).norm(dim=-1).amax(-1),
-            ),
-            -1,
-        )
+        left, residual = k - self.backend.keys(blocks), v - self.backend.values(blocks)
+        centred = v - self.centre[:, None, None]
+        longest = [rows.norm(dim=-1).amax(-1) for rows in (left, residual, centred)]
+        longest.insert(1, self.backend.key_magnitude(blocks))
+        together = [spectral_norm(rows) for rows in (left, residual, centred)[: len(self.joint)]]
+        exact = torch.stack((*longest, *together), -1)
         stored = upper(exact, torch.float16)
-        raw = raw_keys | raw_values | ~torch.isfinite(stored).all(-1)
+        # a spectral norm that overflows says nothing, but the block needs none
+        raw = raw_keys | raw_values | ~torch.isfinite(stored[..., : len(ANNOTATIONS)]).all(-1)
         for name, rows in blocks.items():
             if name not in self.blocks:
                 self.blocks[name] = Slab(rows.shape[0], rows.shape[2:], rows.dtype, self.geometry.device)
@@ -259,7 +272,20 @@ class TieredStore:
         keys, values = self.tail_rows()
         nothing = keys.new_zeros(keys.shape[0], 1)
         tails = [nothing, _largest(keys), nothing, _largest(values - self.centred_on()[:, None])]
-        return Annotations(*(torch.cat(pair, 1) for pair in zip(columns, tails, strict=True)))
+        return self._jointly(Annotations(*(torch.cat(pair, 1) for pair in zip(columns, tails, strict=True))))
+
+    def _jointly(self, notes: Annotations) -> Annotations:
+        """Add the spectral norms, if there are any; none exceeds sqrt(S) times the largest norm of a row."""
+        if not self.joint:
+            return notes
+        most, found = math.sqrt(self.fmt.block) * MARGIN, []
+        for i, radius in enumerate((notes.rk, notes.eta, notes.rv)):
+            found.append(radius * most)
+            if i < len(self.joint):
+                stored = self.annotations.rows[..., self.joint[i]].double()
+                stored = torch.where(self.raw.rows, torch.inf, stored)
+                found[i][:, :-1] = torch.minimum(found[i][:, :-1], stored)
+        return notes._replace(**dict(zip(JOINT, found, strict=True)))
 
     def tail_rows(self) -> tuple[Tensor, Tensor]:
         """Return the float64 keys and values of the open tail, `[Hkv, n, D]`."""
@@ -280,6 +306,7 @@ class TieredStore:
             slab.fork() for slab in (self.annotations, self.raw_bounds, self.checks)
         )
         twin.raw.extend(self.raw.rows)
+        twin.joint = self.joint
         if self.originals is not None:
             twin.originals = tuple(slab.fork() for slab in self.originals)
         twin.tail, twin.tail_tokens = self.tail.clone(), self.tail_tokens

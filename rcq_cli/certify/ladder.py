@@ -19,6 +19,8 @@ from rcq_cli.certify.bounds import (
     MARGIN,
     Masses,
     Split,
+    breadth,
+    key_shares,
     key_split,
     key_terms,
     rounding,
@@ -101,7 +103,7 @@ class CertifiedStep:
             half_step = self.backend.half_steps(self.query, codes)
         self.scores, self.half_step = scores * self.scale, half_step
         self.tail_scores = (self.query @ self.tail_keys.transpose(1, 2)) * self.scale
-        norm = self.query.norm(dim=-1)[..., None] * MARGIN
+        self.norm = norm = self.query.norm(dim=-1)[..., None] * MARGIN
         reach = (self.notes.kappa + self.notes.rk)[:, None]
         self.slack = score_slack(norm, reach, self.scale, dim)
         coded = torch.minimum(half_step, norm * self.notes.rk[:, None, :-1]) * (abs(self.scale) * MARGIN)
@@ -249,7 +251,8 @@ class CertifiedStep:
         log_flushed = (
             count.log() + (self.peak - top).clamp_max(math.log(self.backend.underflow)) - total.log()
         )
-        return Masses(log_weight, log_square, log_flushed, skipped), factor / total, total[..., 0]
+        masses = Masses(log_weight, log_square, log_flushed, skipped, relative)
+        return masses, factor / total, total[..., 0]
 
     @phased("bound")
     def evaluate(self) -> tuple[Tensor, Tensor, Bounds]:
@@ -266,26 +269,36 @@ class CertifiedStep:
             rounding(mean, exact_output.norm(dim=-1), self.cache.tokens, self.query.shape[-1], total, limits)
             + stored
         )
-        values = value_split(masses, eta.expand_as(self.mass), self.residual_spectrum.expand_as(norm))
+        residuals = self.residual_spectrum.expand_as(norm)
+        values = value_split(masses, eta.expand_as(self.mass), residuals, _by_head(self.notes.se))
         value_bound = values.value()
         limit = self._limit(norm)
         away = ((self.centre[:, None] - output.double()).norm(dim=-1) + fp) * MARGIN
-        delta = torch.where(_with_tail(self.exact_keys, True)[:, None], self.slack, self.delta_coded)
-        terms = key_terms(masses, delta)
+        terms = key_terms(masses, *self._score_errors())
         spectrum = self.spectrum.expand_as(norm)
         widest = 2 * rv.amax(-1) * terms.total_variation * MARGIN
-        split = key_split(terms, rv.expand_as(self.mass), away + value_bound, spectrum)
+        spread, drift = (rv.expand_as(self.mass), _by_head(self.notes.sv)), away + value_bound
+        split = key_split(terms, spread[0], drift, spectrum, spread[1])
         joint = torch.minimum(split.value(), widest)
-        contribution = terms.cw * (rv + (away + value_bound)[..., None]) / terms.z_low[..., None]
+        contribution = key_shares(terms, spread[0], drift, spread[1]) / terms.z_low[..., None]
         dropped = joint * _share(contribution, masses.skipped)
         floor = self._floor(masses, rv.expand_as(self.mass), away, spectrum)
         bounds = Bounds(joint - dropped, dropped, value_bound, fp, floor, limit, contribution, split, values)
         return output, norm, bounds
 
+    def _score_errors(self) -> tuple[Tensor, Tensor | None]:
+        """Return the largest score error of each block and the norm of all over it, `[Hkv, R, M + 1]`."""
+        exact = _with_tail(self.exact_keys, True)[:, None]
+        delta = torch.where(exact, self.slack, self.delta_coded)
+        if self.notes.sk is None:
+            return delta, None
+        reach = torch.where(exact, 0.0, self.norm * self.notes.sk[:, None] * abs(self.scale))
+        return delta, breadth(delta, self.slack, reach, self.cache.fmt.block)
+
     def _floor(self, masses: Masses, radius: Tensor, away: Tensor, spectrum: Tensor) -> Tensor:
         """Return the key bound with every key exact and nothing skipped: what promotion can reach at best."""
         calm = key_terms(masses._replace(skipped=torch.zeros_like(masses.skipped)), self.slack)
-        floor = key_split(calm, radius, away, spectrum).value()
+        floor = key_split(calm, radius, away, spectrum, _by_head(self.notes.sv)).value()
         return torch.minimum(floor, 2 * radius.amax(-1) * calm.total_variation * MARGIN)
 
     def _limit(self, norm: Tensor) -> Tensor:
@@ -511,6 +524,11 @@ def _prefix_blocks(split: Split, target: Tensor, heads: Tensor, wanted: Tensor) 
 def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
     peak = scores.amax(-1)
     return peak, (scores - peak[..., None]).exp()
+
+
+def _by_head(notes: Tensor | None) -> Tensor | None:
+    """Return annotations `[Hkv, M + 1]` for every query head of a group, None where there are none."""
+    return None if notes is None else notes[:, None]
 
 
 def _with_tail(mask: Tensor, value: bool) -> Tensor:

@@ -27,6 +27,16 @@ def power_bound(gram: Tensor) -> Tensor:
     return torch.where(norm > 0, log.exp() * (1 + 1e-4), torch.zeros_like(norm))
 
 
+def spectral_norm(rows: Tensor) -> Tensor:
+    """Return an upper bound of the spectral norm of each matrix in float64 `[..., S, D]`, `[...]`.
+
+    At most min(S, D)^(1/64) times too large.
+    """
+    size, dim = rows.shape[-2:]
+    gram = rows @ rows.mT if size <= dim else rows.mT @ rows
+    return power_bound(gram.flatten(0, -3)).reshape(rows.shape[:-2]).sqrt()
+
+
 class SpectralBound:
     """lambda_max of sum_t x_t x_t^T per KV head, kept up to date under append.
 

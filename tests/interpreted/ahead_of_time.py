@@ -28,7 +28,7 @@ TARGETS = {
 POINTERS = {
     "fp16": "q tail pool host source output scale offset first second notes",
     "fp32": "extra stats weights tail_notes partial",
-    "fp64": "centre constants seen state spectra fields out",
+    "fp64": "centre constants seen state spectra fields out left",
     "i64": "faults checks counts prints",
     "i32": "slots owner used fresh queue",
     "i16": "host_keys host_values",
@@ -47,7 +47,7 @@ JOBS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "score": (score.score, {"PER": 8, **ROWS, **BLOCK}, {}),
     "rescore": (score.rescore, {"PER": 8, "PROBE": False, **ROWS, **BLOCK}, {}),
     "verify": (score.verify, {"PER": 8, "STORE": False, "GP": 8, "NARROW": True, **VALUES, **BLOCK}, {}),
-    "plan": (plan.plan, {"FIRST": True, "R": 4, "D": 128, "DP": 128, **WIDE}, {}),
+    "plan": (plan.plan, {"FIRST": True, "R": 4, "S": 32, "D": 128, "DP": 128, **WIDE}, {}),
     "assign": (pages.assign, {"CP": 32, **WIDE, **ROWS}, {}),
     "page_in": (pages.page_in, BLOCK, {"pool": "i16"}),
     "attend": (attend.attend, {"LATE": False, **ROWS, **BLOCK, **VALUES}, {}),

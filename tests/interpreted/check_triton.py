@@ -6,6 +6,8 @@ when Triton is imported.
 
 from tests.interpreted import quick  # noqa: F401, I001  (first: it switches the interpreter on)
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rcq_cli import LayerCache
 from rcq_cli.backends import choose_backend
+from rcq_cli.certify import bounds as proven
 from rcq_cli.errors import BrokenRun
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels._triton import attend, judge, pages, plan, score, seal, step
@@ -253,6 +256,167 @@ def test_fast_scores_stay_within_delta_even_for_the_worst_query(dim, block, narr
     rough = (query.double() @ decoded[0].T * dim**-0.5).unflatten(1, (3, block)).transpose(0, 1)
     apart = torch.where(normal, (rough - used).abs(), 0.0).amax(-1)[coded]
     assert bool((apart <= 0.2 * delta[coded]).all())  # what float32 and the split add is the small part
+
+
+@pytest.mark.parametrize(("kind", "dim", "block"), [("outlier", 32, 16), ("offset", 16, 7), ("far", 16, 8)])
+def test_annotations_are_never_below_the_truth_and_close_to_it(kind, dim, block):
+    k, v = (t.bfloat16() for t in data(kind, 2, 4 * block + 1, dim, seed=dim))
+    cache = cache_of(2, 1, dim, torch.bfloat16, block=block, group=4)
+    cache.prefill(k, v)
+    store = cache._state.cache
+    noted = store.bounds()
+    keys, values = (t[:, : 4 * block].double().unflatten(1, (4, block)) for t in (k, v))
+    codes = store.codes()
+    left, residual = keys - REFERENCE.keys(codes), values - step.decode_values(codes, 4)
+    centred = values - store.centred_on()[:, None, None]
+    coded = ~store.raw.rows
+    assert bool(coded.all()) == (kind != "far")
+    joint = {"sk": left, "se": residual, "sv": centred}
+    for name, longest, rows in zip(joint, ("rk", "eta", "rv"), joint.values(), strict=True):
+        exact = torch.linalg.matrix_norm(rows, 2), rows.norm(dim=-1).amax(-1)
+        if name != "sv":  # a raw block has no residual
+            exact = tuple(torch.where(coded, norm, 0.0) for norm in exact)
+        # of a raw block only the longest row is known
+        for found, norm, rough in zip((name, longest), exact, (1.07 if coded.all() else 3, 1.0), strict=True):
+            mine = getattr(noted, found)[:, :-1]
+            assert bool((mine >= norm).all()), found
+            assert bool((mine <= 1.002 * rough * norm).all()), found
+
+
+@pytest.mark.parametrize("note", range(7))
+def test_the_fingerprint_covers_every_annotation(note):
+    k, v = (t.half() for t in data("mean", 2, 24, 16, seed=note))
+    cache = cache_of(2, 1, 16, torch.float16, block=8)
+    cache.prefill(k, v)
+    store = cache._state.cache
+    assert not store.changed_blocks(1).any()
+    cell = store.annotations.data[1, 2].view(torch.int16)
+    for bit in (0, 9, 14):
+        cell[note] ^= 1 << bit
+        assert store.changed_blocks(1).tolist() == [False, False, True]
+        cell[note] ^= 1 << bit
+    assert not store.changed_blocks(1).any()
+
+
+def launched(cache: LayerCache, query: Tensor, spectra: float = 1.0, **limits) -> step.StepKernels:
+    """Run the first round of a step on a cache and return its kernels; nothing is promoted.
+
+    The norms of all values and of all residuals are enlarged by the square root of `spectra`.
+    """
+    store = cache._state.cache
+    tiers = store.tiers()
+    tiers = tiers._replace(spectra=tiers.spectra * spectra)
+    budget = {"eps": 0.05, "absolute": False, "layer": False, "skip": True, "rounds": 0, "explore": 0.0}
+    launch = step.StepKernels(
+        tiers, store.slots(tiers), query, step.Limits(cache.geometry.scale, **budget | limits, tau=0.0)
+    )
+    launch.begin()
+    return launch
+
+
+def test_the_score_errors_of_a_block_together_are_no_larger_than_stated():
+    """The worst query is the first right singular vector of K - K'."""
+    keys = data("mean", 1, 64, 32, seed=4)[0].half()
+    cache = cache_of(1, 2, 32, torch.float16, block=16, explore=0.0)
+    cache.prefill(keys, keys)
+    left = keys[0].double().unflatten(0, (4, 16)) - REFERENCE.keys(cache._state.cache.codes())[0]
+    query = torch.stack((torch.linalg.svd(left[1]).Vh[0] * 6, torch.ones(32))).half()
+    work = launched(cache, query).work
+    stats = work.stats[:, :, :4].double()
+    used = stats[score.PEAK.value].T[..., None] + work.weights[0, :4, :, :16].double().log()
+    exact = (query.double() @ keys[0].double().T * 32**-0.5).unflatten(1, (4, 16)).transpose(0, 1)
+    found, allowed = (exact - used).norm(dim=-1).T, stats[score.WIDE.value] * stats[score.DELTA.value]
+    assert bool((found <= allowed).all())
+    assert bool((stats[score.WIDE.value] <= 4.01).all())
+    assert torch.equal(stats[score.WIDE.value][:, 0], stats[score.WIDE.value][:, 3])  # these are read exactly
+    assert float(stats[score.WIDE.value][0, 0]) >= 4
+    assert float(found[0, 1]) > 0.85 * float(allowed[0, 1])
+    assert float(allowed[0, 1]) < 0.7 * 4 * float(stats[score.DELTA.value][0, 1])
+
+
+@pytest.mark.parametrize("sharp", [0.2, 1.0, 6.0, 40.0])
+@pytest.mark.parametrize(("skip", "far"), [(False, 1.0), (True, 1.0), (False, 1e6)])
+def test_what_is_judged_is_what_is_proven(sharp, skip, far):
+    """Bounds of `judge` beside those of `rcq_cli.certify.bounds` on the statistics that it had."""
+    k, v = (t.half() for t in data("peaked", 1, 87, 32, seed=12))
+    cache = cache_of(1, 3, 32, torch.float16, block=8, explore=0.0)
+    cache.prefill(k, v)
+    query = (sharp * torch.randn(3, 32, generator=torch.Generator().manual_seed(2))).half()
+    store = cache._state.cache
+    for _ in range(2 if skip else 1):  # what to skip follows from the output of the step before
+        launch = launched(cache, query, far, skip=skip, eps=40.0, absolute=True)
+    fields, stats = launch.out.fields, launch.work.stats[:, :, :11].double()
+    read, _, exact_values = (launch.work.flags[:, 0, :11] != 0).unbind()
+    assert bool((~read).any()) == skip
+    peak, mass, square, delta = (stats[i] for i in range(4))
+    skipped = (~read).expand_as(peak)
+    total = torch.where(skipped, 0.0, (peak - peak.amax(-1, keepdim=True)).exp() * mass).sum(-1, keepdim=True)
+    relative = peak - peak.amax(-1, keepdim=True) - total.log()
+    masses = proven.Masses(
+        relative + mass.log(), square.log() + 2 * relative, relative - 90.0, skipped, relative
+    )
+    noted = store.bounds()
+    rv, sv = (rows.expand_as(peak) for rows in (noted.rv, noted.sv))
+    eta = torch.where(exact_values, 0.0, noted.eta).expand_as(peak)
+    spectra = [far * spectrum.value.expand(3) for spectrum in (store.value_spectrum, store.residual_spectrum)]
+    value = proven.value_split(masses, eta, spectra[1], noted.se).value()
+    terms = proven.key_terms(masses, delta, stats[score.WIDE.value])
+    away = (launch.out.output.double() - store.centred_on()[0]).norm(dim=-1)
+    reach = away + fields[step.VALUE_BOUND] + fields[step.ROUNDING_BOUND]
+    key = proven.key_split(terms, rv, reach, spectra[0], sv).value()
+    key = torch.minimum(key, 2 * rv.amax(-1) * terms.total_variation * proven.MARGIN)
+    mine = fields[step.KEY_BOUND] + fields[step.DROPPED_BOUND]
+    # the kernel tries some splits, not all of them, and allows float32 masses 2^-16
+    rough = 2.0**-12 * rv.amax(-1) * terms.cw.sum(-1) / terms.z_low
+    for found, wanted in ((fields[step.VALUE_BOUND], value), (mine, key)):
+        assert bool((found >= wanted * (1 - 1e-3)).all())
+        assert bool((found <= wanted * 1.2 + rough).all())
+    unknown = proven.key_split(proven.key_terms(masses, delta), rv, reach, spectra[0]).value()
+    if far > 1:  # blocks one by one
+        alone = proven.value_split(masses, eta, spectra[1]).value()
+        assert bool((fields[step.VALUE_BOUND] <= (0.95 if sharp < 2 else 1.001) * alone).all())
+    if sharp < 2:  # skipped weight moves as a whole, whatever is known
+        assert bool((mine < (1.0 if skip else 0.95) * unknown).all())
+
+
+def test_the_light_tokens_beside_the_heaviest_count_with_all_that_they_may_gain():
+    """Weights .59 and .01 in a block whose light token may be a thousand times heavier, .4 in another one."""
+    k, v = (t.half() for t in data("mean", 1, 24, 16, seed=14))
+    cache = cache_of(1, 1, 16, torch.float16, block=8, explore=0.0)
+    cache.prefill(k, v)
+    launch = launched(cache, torch.ones(1, 16, dtype=torch.float16))
+    stats, light, other = launch.work.stats[:, 0], 0.01 / 0.59, math.log(0.4 / 0.59)
+    stats[:, :4] = 0.0  # blocks without mass stay out
+    rows = (score.PEAK, score.MASS, score.SQUARE, score.DELTA, score.WIDE)
+    for row, first, second in zip(
+        rows, (0, 1 + light, 1 + light**2, math.log(1000), 1), (other, 1, 1, 1e-6, 1), strict=True
+    ):
+        stats[row.value, 0], stats[row.value, 1] = first, second
+    launch.work.state[0, score.PEAK_ROW.value], launch.work.state[0, score.TODO.value] = 0.0, 1.0
+    launch._judge(final=True)
+    bound = float(launch.out.fields[step.KEY_BOUND] + launch.out.fields[step.DROPPED_BOUND])
+    radius = 2 * float(cache._state.cache.bounds().rv[0, :2].max())
+    moved = 0.01 * 1000 / (0.99 + 0.01 * 1000) - 0.01
+    assert 0.89 * radius < moved * radius <= bound <= 1.001 * radius
+
+
+def test_what_is_known_of_blocks_together_saves_promotions():
+    k, v = (t.half() for t in data("mean", 1, 328, 32, seed=13))
+    query = torch.randn(2, 32, generator=torch.Generator().manual_seed(3)).half()
+    counts = []
+    for known in (True, False):
+        cache = cache_of(1, 2, 32, torch.float16, block=8, explore=0.0, eps=0.005)
+        cache.prefill(k, v)
+        store = cache._state.cache
+        if not known:
+            store.annotations.data[..., 4:] = torch.inf
+            store.kernels.take_prints(store.tiers(), 0)
+        for _ in range(2):
+            c = check(cache, k, v, query)
+        counts.append([int(c.promoted_key_blocks.sum()), int(c.promoted_value_blocks.sum())])
+        assert not c.exact.any()
+    assert counts[0][0] < counts[1][0]
+    assert counts[0][1] < counts[1][1]
 
 
 def test_helpers_hold_their_promises():

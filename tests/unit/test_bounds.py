@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from rcq_cli.certify.bounds import MARGIN, Masses, key_split, key_terms, rounding, value_split
+from rcq_cli.certify.bounds import (
+    MARGIN,
+    KeyTerms,
+    Masses,
+    breadth,
+    key_split,
+    key_terms,
+    rounding,
+    value_split,
+)
 
 UNDERFLOW = 2.0**-1022
 
@@ -41,13 +50,15 @@ def masses(x: Instance) -> Masses:
     active = ~x.skipped[x.block]
     top = x.scores[active].max()
     total = np.exp(x.scores[active] - top).sum()
-    log_weight, log_square, log_flushed = (np.full(x.blocks, -np.inf) for _ in range(3))
+    log_weight, log_square, log_flushed, log_peak = (np.full(x.blocks, -np.inf) for _ in range(4))
     for b in range(x.blocks):
         s = x.scores[x.block == b] - top
         log_weight[b] = s.max() + np.log(np.exp(s - s.max()).sum()) - np.log(total)
         log_square[b] = 2 * s.max() + np.log(np.exp(2 * (s - s.max())).sum()) - 2 * np.log(total)
         log_flushed[b] = np.log(len(s)) + min(s.max(), math.log(UNDERFLOW)) - np.log(total)
-    return Masses(*(f64(a) for a in (log_weight, log_square, log_flushed)), torch.tensor(x.skipped))
+        log_peak[b] = s.max() - np.log(total)
+    logs = (f64(a) for a in (log_weight, log_square, log_flushed))
+    return Masses(*logs, torch.tensor(x.skipped), f64(log_peak))
 
 
 def used_output(x: Instance) -> tuple[np.ndarray, np.ndarray]:
@@ -64,16 +75,23 @@ def exact_weights(x: Instance, errors: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def joint_bound(x: Instance, centre: np.ndarray) -> tuple[float, float]:
-    """Bound of key and dropping error together, and the bound on total variation."""
+def joint_bound(
+    x: Instance, centre: np.ndarray, wide: np.ndarray | None = None, spectrum: float | None = None
+) -> tuple[float, float]:
+    """Bound of key and dropping error together, and the bound on total variation.
+
+    With `wide` errors of a block have norm wide * delta, and spectral norms of blocks are known.
+    """
     _, output = used_output(x)
     m, delta = masses(x), f64(x.delta)
-    terms = key_terms(m, delta)
+    terms = key_terms(m, delta, None if wide is None else f64(wide))
     centred = x.values - centre
     radius = f64([np.linalg.norm(centred[x.block == b], axis=1).max() for b in range(x.blocks)])
     away = f64(float(np.linalg.norm(centre - output)))
-    spectrum = f64(float(np.linalg.eigvalsh(centred.T @ centred)[-1]) * (1 + 1e-12))
-    split = key_split(terms, radius, away, spectrum)
+    if spectrum is None:
+        spectrum = float(np.linalg.eigvalsh(centred.T @ centred)[-1]) * (1 + 1e-12)
+    joint = None if wide is None else f64([np.linalg.norm(centred[x.block == b], 2) for b in range(x.blocks)])
+    split = key_split(terms, radius, away, f64(spectrum), joint)
     variation = float(terms.total_variation)
     return min(float(split.value()), 2 * float(radius.max()) * variation), variation
 
@@ -105,6 +123,138 @@ def random_instance(seed: int, *, skip: bool, size: float = 1.0) -> Instance:
     delta = size * gen.choice([1e-9, 0.02, 0.3, 1.5], 4)
     values = gen.normal(size=(8, 3)) * np.exp(gen.normal(size=(8, 1)))
     return Instance(gen.normal(size=8) * gen.choice([0.3, 2, 8]), block, delta, skipped, values)
+
+
+def worst_case_of_norm(x: Instance, wide: np.ndarray) -> tuple[float, float]:
+    """The same among errors whose norm over block b is at most wide[b] * delta[b].
+
+    Tokens move up, down or not at all, as far as the norm allows that many of their block.
+    """
+    weights, output = used_output(x)
+    signs = np.array(list(itertools.product((-1.0, 0.0, 1.0), repeat=len(x.scores))))
+    moving = np.stack([(signs[:, x.block == b] != 0).sum(1) for b in range(x.blocks)], 1)
+    reach = x.delta * np.minimum(1.0, wide / np.sqrt(np.maximum(moving, 1)))
+    true = x.scores + signs * reach[:, x.block]
+    p = np.exp(true - true.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    error = np.linalg.norm(p @ x.values - output, axis=1)
+    return float(error.max()), float(0.5 * np.abs(p - weights).sum(1).max())
+
+
+def random_breadth(seed: int) -> np.ndarray:
+    return np.random.default_rng(1000 + seed).choice([0.2, 0.6, 1.0, 1.3, 3.0], 4)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("size", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize("seed", range(14))
+def test_no_score_errors_of_a_known_norm_beat_the_joint_bound_or_the_total_variation(seed, size, skip):
+    x, wide = random_instance(seed, skip=skip, size=size), random_breadth(seed)
+    centre = np.random.default_rng(seed).normal(size=3) * (seed % 3)
+    bound, variation = joint_bound(x, centre, wide)
+    worst, worst_tv = worst_case_of_norm(x, wide)
+    assert worst <= bound
+    assert worst_tv <= variation
+    assert size > 1 or bound < 60 * worst + 1e-6
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("gap", [0.5, 3.0, 8.0, 30.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_head_that_reads_one_token_keeps_its_bound_when_errors_have_a_known_norm(seed, gap, skip):
+    x, wide = random_instance(seed, skip=skip, size=2.0), random_breadth(seed)
+    scores = x.scores.copy()
+    scores[seed % 2] = scores.max() + gap
+    x = x._replace(scores=scores)
+    bound, variation = joint_bound(x, np.zeros(3), wide)
+    worst, worst_tv = worst_case_of_norm(x, wide)
+    assert worst <= bound
+    assert worst_tv <= variation
+    assert gap < 30 or variation < 1e-5
+
+
+def test_the_light_tokens_beside_the_heaviest_count_with_all_that_they_may_gain():
+    """Where one token holds all but the square root of S2, its share is not to be taken off the block's."""
+    weights = np.array([0.59, 0.01, 0.4])
+    delta = np.array([math.log(1000), 1e-12])
+    x = Instance(np.log(weights), np.array([0, 0, 1]), delta, np.zeros(2, bool), np.eye(3))
+    wide = np.ones(2)
+    _, variation = joint_bound(x, np.zeros(3), wide)
+    p = exact_weights(x, np.array([0.0, delta[0], 0.0]))
+    assert 0.89 < 0.5 * np.abs(p - weights).sum() <= variation
+    calm = x._replace(delta=np.array([0.02, 1e-12]), scores=np.log([0.99, 0.005, 0.005]))
+    worst, reached = worst_case_of_norm(calm, wide)[1], joint_bound(calm, np.zeros(3), wide)[1]
+    assert worst <= reached <= 0.01001  # 1 - 0.99, although 0.02 of almost everything may move
+
+
+@pytest.mark.parametrize("pattern", [[1, -1] * 8, [4, -4] + [1, -1] * 7], ids=["even", "one far value"])
+def test_errors_that_follow_the_values_reach_the_joint_bound(pattern):
+    """(1 / n) ||e|| ||a||, once as cw rv and once as sqrt(c2) sv; the spectral form is out of the way."""
+    away, delta = np.array(pattern, dtype=np.float64), 1e-4
+    values = np.stack((away, np.zeros(16)), 1)
+    x = Instance(np.zeros(16), np.zeros(16, int), np.array([delta]), np.array([False]), values)
+    bound, variation = joint_bound(x, np.zeros(2), np.ones(1), spectrum=1e9)
+    p = exact_weights(x, delta * away / np.linalg.norm(away))
+    error = float(np.linalg.norm(p @ values))
+    assert error <= bound <= error * 1.001
+    moved = 0.5 * np.abs(p - 1 / 16).sum()
+    assert moved <= variation <= 1.001 * delta / 4
+
+
+def test_one_token_that_moves_reaches_the_squares_of_the_spectral_form():
+    """pmax^2 wide^2 x^2: one of sixteen rows along its own axis takes all of the norm."""
+    delta = 1e-4
+    x = Instance(np.zeros(16), np.zeros(16, int), np.array([delta]), np.array([False]), np.eye(16))
+    terms = key_terms(masses(x), f64(x.delta), f64([1.0]))
+    assert float(terms.c2) == pytest.approx((delta / 16) ** 2, rel=1e-3)
+    assert float(terms.cw) == pytest.approx(delta / 4, rel=1e-3)  # all of them alike: (1 / n) sum |e|
+    plain = key_terms(masses(x), f64(x.delta))
+    assert float(plain.c2) == pytest.approx(16 * (delta / 16) ** 2, rel=1e-3)
+    assert float(plain.cw) == pytest.approx(delta, rel=1e-3)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_knowing_more_of_a_block_never_makes_a_bound_larger(seed, skip):
+    x = random_instance(seed, skip=skip, size=(0.1, 1.0, 3.0)[seed % 3])
+    m, delta, near = masses(x), f64(x.delta), 1 + 1e-12
+    grown, shift = m.log_weight.exp(), torch.expm1(delta)
+    old = KeyTerms(
+        torch.where(m.skipped, grown * delta.exp(), grown * shift),
+        m.log_square.exp() * torch.where(m.skipped, delta.exp(), shift).square(),
+        (grown * (-delta).exp()).sum() / MARGIN,
+        f64(1.0),
+    )
+    new = key_terms(m, delta, f64(random_breadth(seed)))
+    assert bool((new.cw <= old.cw * near).all())
+    assert bool((new.c2 <= old.c2 * near).all())
+    assert new.total_variation <= key_terms(m._replace(log_peak=None), delta).total_variation * near
+    radius = f64([np.linalg.norm(x.values[x.block == b], axis=1).max() for b in range(4)])
+    joint = f64([np.linalg.norm(x.values[x.block == b], 2) for b in range(4)])
+    for spectrum in (1e-3, 4.0, 1e6):
+        before = key_split(old, radius, f64(0.3), f64(spectrum)).value()
+        assert key_split(new, radius, f64(0.3), f64(spectrum), joint).value() <= before * near
+
+
+def test_errors_of_one_direction_are_as_broad_as_their_matrix_and_others_as_the_block():
+    delta, rest = f64([0.2, 0.2, 0.2]), f64([0.0, 0.2, 0.1])
+    wide = breadth(delta, rest, f64([0.3, 0.0, 0.1]), 16)
+    assert wide.tolist() == pytest.approx([1.5, 4.0, 2.5], rel=1e-3)
+    assert bool((wide >= f64([1.5, 4.0, 2.5])).all())
+    unknown = breadth(
+        f64([math.inf, math.inf, 1.0]), f64([math.inf, 0.0, 0.0]), f64([0.0, math.inf, 1e9]), 16
+    )
+    assert unknown.tolist() == pytest.approx([4.0] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("wide", [0.0, 1e-300, 1.0])
+@pytest.mark.parametrize("size", [800.0, 1e30, math.inf])
+def test_what_cannot_be_evaluated_counts_as_infinite(size, wide):
+    x = random_instance(3, skip=True, size=1.0)._replace(delta=np.full(4, size))
+    bound, variation = joint_bound(x, np.zeros(3), np.full(4, wide))
+    _, output = used_output(x)
+    assert variation == 1.0
+    assert np.linalg.norm(x.values - output, axis=1).max() <= bound < math.inf
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -276,10 +426,20 @@ def value_masses(weights: np.ndarray, block: np.ndarray) -> Masses:
     return Masses(f64(mass), f64(square), nothing, torch.zeros(count, dtype=torch.bool))
 
 
-def value_bound(weights: np.ndarray, residual: np.ndarray, block: np.ndarray) -> float:
-    eta = f64([np.linalg.norm(residual[block == b], axis=1).max() for b in range(block.max() + 1)])
-    spectrum = f64(float(np.linalg.eigvalsh(residual.T @ residual)[-1]) * (1 + 1e-12))
-    return float(value_split(value_masses(weights, block), eta, spectrum).value())
+def value_bound(
+    weights: np.ndarray,
+    residual: np.ndarray,
+    block: np.ndarray,
+    spectrum: float | None = None,
+    *,
+    joint=False,
+) -> float:
+    rows = [residual[block == b] for b in range(block.max() + 1)]
+    eta = f64([np.linalg.norm(part, axis=1).max() for part in rows])
+    if spectrum is None:
+        spectrum = float(np.linalg.eigvalsh(residual.T @ residual)[-1]) * (1 + 1e-12)
+    together = f64([np.linalg.norm(part, 2) for part in rows]) if joint else None
+    return float(value_split(value_masses(weights, block), eta, f64(spectrum), together).value())
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -289,7 +449,19 @@ def test_no_weights_beat_the_value_bound(seed):
     for power in (0, 1, 3, 5):
         weights = np.maximum(residual @ direction, 0) ** power + 1e-300
         weights /= weights.sum()
-        assert np.linalg.norm(weights @ residual) <= value_bound(weights, residual, block)
+        for spectrum in (None, 1e9):
+            plain = value_bound(weights, residual, block, spectrum)
+            bound = value_bound(weights, residual, block, spectrum, joint=True)
+            assert np.linalg.norm(weights @ residual) <= bound <= plain * (1 + 1e-12)
+
+
+def test_residuals_of_a_block_that_have_nothing_in_common_reach_its_spectral_norm():
+    residual, block = 3 * np.eye(16), np.zeros(16, int)
+    weights = np.full(16, 1 / 16)
+    assert value_bound(weights, residual, block, 1e9, joint=True) == pytest.approx(3 / 4, rel=1e-3)
+    assert value_bound(weights, residual, block, 1e9) == pytest.approx(3.0, rel=1e-3)
+    unknown = value_split(value_masses(weights, block), f64([3.0]), f64(1e9), f64([math.inf]))
+    assert float(unknown.value()) == pytest.approx(3.0, rel=1e-3)
 
 
 def test_the_value_bound_is_exact_for_one_token_and_for_equal_residuals():

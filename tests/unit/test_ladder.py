@@ -4,13 +4,16 @@ Failures are injected from outside: bounds made larger than they are (still true
 stored bytes changed behind the back of the cache.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from rcq_cli.api import LayerCache
-from rcq_cli.cache.tiers import TieredStore
+from rcq_cli.cache.tiers import JOINT, TieredStore
 from rcq_cli.errors import BrokenRun
+from rcq_cli.kernels.reference import BACKEND
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -51,10 +54,10 @@ def enlarge(monkeypatch, **factors):
 
 
 def enlarge_scores(monkeypatch, backend, by):
-    """Make the score error bound of a backend larger; the other bound on it needs `enlarge(rk=by)`."""
+    """Make the score error bound of a backend larger; the other ones on it need `enlarge(rk=by, sk=by)`."""
     honest = type(backend).half_steps
     monkeypatch.setattr(type(backend), "half_steps", lambda self, q, b: honest(self, q, b) * by)
-    enlarge(monkeypatch, rk=by)
+    enlarge(monkeypatch, rk=by, sk=by)
 
 
 def test_a_calm_layer_needs_no_rung():
@@ -66,7 +69,7 @@ def test_a_calm_layer_needs_no_rung():
 
 
 def test_larger_key_bounds_promote_keys_and_end_in_exact_heads(monkeypatch):
-    cache, query, keys, values = layer(eps=0.2)
+    cache, query, keys, values = layer(eps=0.15)
     enlarge_scores(monkeypatch, cache._state.cache.backend, 20)
     some = cache.attend(query)
     assert bool(((some.certificate.rung == 1) | (some.certificate.rung == 2)).any())
@@ -79,10 +82,45 @@ def test_larger_key_bounds_promote_keys_and_end_in_exact_heads(monkeypatch):
     assert_within_bound(all_of_them, truth(query, keys, values))
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("promoted", [False, True])
+def test_the_score_errors_of_a_block_together_are_no_larger_than_stated(promoted, backend):
+    """The worst query is the first right singular vector of K - K'."""
+    cache, _, keys, _ = layer(eps=1.0, tokens=208, backend=backend, denominator="layer")
+    store = cache._state.cache
+    left = keys[0].double().unflatten(0, (13, 16)) - BACKEND.keys(store.codes())[0]
+    worst = torch.linalg.svd(left[5]).Vh[0]
+    work = cache._state._work(torch.stack((worst, worst, torch.ones(32), torch.ones(32))).float() * 7)
+    work._weigh()
+    work.promote_keys(torch.full_like(work.read, promoted))
+    errors = (work.query @ keys.double().mT * work.scale).unflatten(-1, (13, 16)) - work.scores
+    found = errors.norm(dim=-1)
+    delta, wide = (rows[..., :-1] for rows in work._score_errors())
+    allowed = wide * delta
+    assert bool((errors.abs().amax(-1) <= delta).all())
+    assert bool((found <= allowed).all())
+    assert bool((allowed <= math.sqrt(16) * 1.001 * delta).all())
+    if not promoted:  # sqrt(S) times delta would be far off; the power bound is 16^(1/64) too large at most
+        assert float(found[0, 0, 5]) > 0.95 * float(allowed[0, 0, 5])
+        assert float(allowed[0, 0, 5]) < 0.6 * math.sqrt(16) * float(delta[0, 0, 5])
+
+
+def test_what_is_known_of_blocks_together_saves_promotions(monkeypatch):
+    cache, query, keys, values = layer(eps=0.5, tokens=640)
+    known = cache.attend(query)
+    assert_within_bound(known, truth(query, keys, values))
+    honest = TieredStore.bounds
+    nothing = dict.fromkeys(JOINT)
+    monkeypatch.setattr(TieredStore, "bounds", lambda self: honest(self)._replace(**nothing))
+    unknown = cache.attend(query)
+    for name in ("promoted_key_blocks", "promoted_value_blocks"):
+        assert getattr(known.certificate, name).sum() < getattr(unknown.certificate, name).sum()
+
+
 def test_larger_value_bounds_promote_values_alone(monkeypatch):
     cache, query, keys, values = layer(eps=1.0, sharp=3.0, skip=False)
     assert 2 not in cache.attend(query).certificate.rung.tolist()
-    enlarge(monkeypatch, eta=1000)
+    enlarge(monkeypatch, eta=1000, se=1000)
     cache._state.cache.residual_spectrum.parts[0] *= 1e6
     step = cache.attend(query)
     assert 1 not in step.certificate.rung.tolist()
