@@ -274,7 +274,8 @@ def add_exact(
         if count == 0:
             continue
         if b == turn.blocks:
-            gather_exact(shape, turn, tiers.tail, (shape.heads + h) * size, turn.tail, item, slot, b, count)
+            at = (shape.heads + h) * turn.tail_pitch * (size // shape.block)
+            gather_exact(shape, turn, tiers.tail, at, turn.tail, item, slot, b, count)
         else:
             at = h * turn.original_pitch + b * size
             gather_exact(shape, turn, tiers.original_values, at, shape.block, item, slot, b, count)

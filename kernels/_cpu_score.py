@@ -444,7 +444,7 @@ def score_tail(shape: Shape, turn: Turn, tiers: Store, item: Item, slot: Slot, h
     """Score the open tail as one more block, with exact keys and values."""
     b, dim, padded, floats = turn.blocks, shape.dim, shape.padded, item.floats
     bytes_ = dim * item_bytes(shape)
-    at, values = h * shape.block * bytes_, (shape.heads + h) * shape.block * bytes_
+    at, values = h * turn.tail_pitch * bytes_, (shape.heads + h) * turn.tail_pitch * bytes_
     reach, radius = 0.0, 0.0
     for t in range(turn.tail):
         widen(tiers.tail, at + t * bytes_, shape.kind, dim, floats, 3 * dim)

@@ -394,8 +394,8 @@ def append_token(shape: Shape, turn: Turn, tiers: Store, recent: Any, h: int, to
     whether the bound at `fields` needs a refresh.
     """
     dim, size_ = shape.dim, shape.dim * item_bytes(shape)
-    tail = (h * shape.block + turn.tail) * size_
-    values = tail + shape.heads * shape.block * size_
+    tail = (h * turn.tail_pitch + turn.tail) * size_
+    values = tail + shape.heads * turn.tail_pitch * size_
     for i in range(size_):
         key, value = tiers.source[h * size_ + i], tiers.output[h * size_ + i]
         tiers.tail[tail + i], tiers.tail[values + i] = key, value

@@ -59,6 +59,8 @@ class Turn(NamedTuple):
     check_pitch: int
     original_pitch: int
     """In bytes."""
+    tail_pitch: int
+    """In tokens: how many the open tail has room for."""
     width: int
     """Length of a row of per-block scratch."""
     weight_row: int
@@ -113,7 +115,7 @@ class Store(NamedTuple):
     original_keys: Any
     original_values: Any
     tail: Any
-    """Bytes of `[2, Hkv, S, D]`."""
+    """Bytes of `[2, Hkv, tail_pitch, D]`."""
     centre: Any
     """float64 `[Hkv, D]`"""
     value_parts: Any
@@ -261,7 +263,7 @@ BUCKETS = 64
 TABLE = BUCKETS + 16
 """Sums per class and what lies behind the last one, in whole vectors."""
 TABLES = 3 * TABLE + 8 * BUCKETS
-_TURN, _LIMITS, _STORE = 12, 32, 36
+_TURN, _LIMITS, _STORE = 12, 33, 37
 _SLOT = _STORE + len(Store._fields)
 _ITEM = _SLOT + 6
 _SEALING = _ITEM + 7
@@ -289,7 +291,7 @@ def _part(first: str, last: str, fields: tuple[str, ...], start: int) -> Part:
 
 
 _BLOCKS = _TURN + Turn._fields.index("blocks")
-PITCHES = _part("key_pitch", "original_pitch", Turn._fields, _TURN)
+PITCHES = _part("key_pitch", "tail_pitch", Turn._fields, _TURN)
 ORIGINAL_PITCH = _part("original_pitch", "original_pitch", Turn._fields, _TURN)
 ROOM = _part("width", "gather_row", Turn._fields, _TURN)
 COUNTS = _part("blocks", "tail", Turn._fields, _TURN)
@@ -344,7 +346,7 @@ def turn_at(call: Any) -> Turn:
     t = ahead(call, _TURN)
     return Turn(
         t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], t[11], t[12], t[13], t[14], t[15],
-        t[16], t[17], t[18], t[19],
+        t[16], t[17], t[18], t[19], t[20],
     )  # fmt: skip
 
 

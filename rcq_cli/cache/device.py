@@ -103,6 +103,11 @@ class DeviceStore(TieredStore):
         self.residual_spectrum = DeviceSpectrum(heads, dim, place)
         self.resident: Any = None
 
+    @property
+    def first_rows(self) -> int:
+        """Return how many tokens a new tail has room for: all, as kernels find its rows at fixed places."""
+        return self.fmt.block
+
     # -- writing --------------------------------------------------------------------------------------------
 
     def _seal_chunk(self, keys: Tensor, values: Tensor) -> None:

@@ -41,7 +41,7 @@ class PackedStore(TieredStore):
             "keys": Slab(heads, (self.shape.key_bytes,), torch.uint8),
             "values": Slab(heads, (self.shape.value_bytes,), torch.uint8),
         }
-        self.joint = (6, 7) if originals else ()
+        self.joint = (6, 7, 8) if originals else ()
         self.annotations = Slab(heads, (state.NOTES,), torch.float16)
         self.checks = Slab(heads, (4,), torch.int64)
         self._call, self._moves = state.Call(self.shape), 0
@@ -67,9 +67,14 @@ class PackedStore(TieredStore):
         if seal:
             self.seal_full_tail()
 
+    def _open_tail(self, rows: int) -> Tensor:
+        self._moves = 0
+        return super()._open_tail(rows)
+
     def _append(self, key: Tensor, value: Tensor) -> None:
         for slab in self.originals or ():
             slab.make_room(1)
+        self.make_tail_room(1)
         call, spectrum = self.call(), self.value_spectrum
         call.put(state.ANSWER, key.data_ptr(), value.data_ptr(), spectrum.parts.data_ptr())
         call.put(state.RECENT, spectrum.recent.data_ptr())
@@ -142,7 +147,7 @@ class PackedStore(TieredStore):
             pitches.append(held[6].stride(0) * self.tail.element_size())
         assert self.centre is not None
         spectra = (self.value_spectrum.parts, self.residual_spectrum.parts)
-        call.put(state.PITCHES, *pitches)
+        call.put(state.PITCHES, *pitches, self.tail.shape[2])
         call.put(state.TIERS, *(t.data_ptr() for t in (*held, self.tail, self.centre, *spectra)))
 
     # -- reading --------------------------------------------------------------------------------------------

@@ -67,14 +67,18 @@ class TieredStore:
         self.raw_bounds = Slab(heads, (2,), torch.float64)  # kappa and rv of raw blocks
         self.checks = Slab(heads, (2,), torch.int64)  # checksums of tier 1 and of the originals
         self.originals = tuple(Slab(heads, (dim,), self.dtype) for _ in "kv") if originals else None
-        self.tail = torch.empty(2, heads, fmt.block, dim, dtype=self.dtype, device=geometry.device)
-        self.tail_tokens = 0
+        self.tail, self.tail_tokens = self._open_tail(self.first_rows), 0
         self.centre: Tensor | None = None  # c0, fixed by the first prefill
         self._first_centre: Tensor | None = None  # to see whether it changed
         self.value_spectrum = SpectralBound(heads, dim)
         self.residual_spectrum = SpectralBound(heads, dim)
         self.tokens = 0
         self.coded_elems = 0
+
+    @property
+    def first_rows(self) -> int:
+        """Return how many tokens a new tail has room for: a whole block would be .4 % of 8,192 tokens."""
+        return 8
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -103,6 +107,7 @@ class TieredStore:
             else:
                 stop = min(keys.shape[1], done + size - self.tail_tokens)
                 span = slice(self.tail_tokens, self.tail_tokens + stop - done)
+                self.make_tail_room(stop - done)
                 self.tail[0, :, span], self.tail[1, :, span] = keys[:, done:stop], values[:, done:stop]
                 self.tail_tokens = span.stop
             done = stop
@@ -118,6 +123,21 @@ class TieredStore:
         if self.tail_tokens == self.fmt.block:
             self._seal(self.tail[0], self.tail[1])
             self.tail_tokens = 0
+            if self.tail.shape[2] > self.first_rows:
+                self.tail = self._open_tail(self.first_rows)
+
+    def make_tail_room(self, count: int) -> None:
+        """Make room for `count` more tokens in the open tail, twice as much when it has to grow."""
+        rows, need = self.tail.shape[2], self.tail_tokens + count
+        if need > rows:
+            grown = self._open_tail(max(need, 2 * rows))
+            grown[:, :, : self.tail_tokens] = self.tail[:, :, : self.tail_tokens]
+            self.tail = grown
+
+    def _open_tail(self, rows: int) -> Tensor:
+        """Return a tail with room for `rows` tokens, at most a block of them, `[2, Hkv, n, D]`."""
+        g, rows = self.geometry, min(rows, self.fmt.block)
+        return torch.empty(2, g.kv_heads, rows, g.head_dim, dtype=self.dtype, device=g.device)
 
     def _seal(self, keys: Tensor, values: Tensor) -> None:
         """Encode `[Hkv, M * S, D]` keys and values, annotate them from what was stored, publish."""
@@ -126,6 +146,14 @@ class TieredStore:
         for start in range(0, keys.shape[1], step):
             pair = [t[:, start : start + step].unflatten(1, (-1, size)) for t in (keys, values)]
             self._seal_chunk(*pair)
+            if start == 0:  # once for all chunks: room made bit by bit has slack
+                rest = (keys.shape[1] - step) // size
+                for slab in self._slabs():
+                    slab.reserve(slab.length + rest)
+
+    def _slabs(self) -> tuple[Slab, ...]:
+        """Return everything that grows block by block."""
+        return (*self.blocks.values(), self.annotations, self.raw, self.raw_bounds, self.checks)
 
     def _seal_chunk(self, keys: Tensor, values: Tensor) -> None:
         k, v = keys.double(), values.double()

@@ -385,7 +385,7 @@ def test_bytes_on_the_device_follow_the_formula(dim, block, group, key_meta, val
     cache = store(dim, 2, "float16", block=block, group=group, key_meta=key_meta, value_meta=value_meta)
     cache.extend(*pair(tokens, dim, 2, torch.float16))
     held = cache.bytes()
-    tail = 2 * 2 * block * dim * 2
+    tail = 2 * 2 * min(8, block) * dim * 2  # as yet empty
     fixed = 2 * (4 * dim + 2 * 8) + 2 * 20  # centre, two spectral bounds; one raw flag per block
     assert held.device == 2 * tokens * per_token + tail + fixed
     assert held.dense_equivalent == 2 * 2 * tokens * dim * 2
@@ -411,12 +411,14 @@ def test_bytes_are_those_of_the_tensors_that_exist():
 
 
 def test_the_default_layout_meets_the_published_goal_at_length():
-    """At most 45 % of a 16-bit cache of 16384 tokens at head dim 128 and 48 % at 64, everything counted."""
+    """At most 45 % of a 16-bit cache at head dim 128 and 48 % at 64, everything counted."""
     for dim, goal in ((128, 0.45), (64, 0.48)):
         cache = store(dim, 1, "float16", block=32)
-        cache.extend(*pair(16384, dim, 1, torch.float16))
-        held = cache.bytes()
-        assert held.device / held.dense_equivalent <= goal
+        cache.extend(*pair(8192, dim, 1, torch.float16))
+        for _ in range(32):  # with every length of the open tail; blocks of new tokens have room to grow
+            held = cache.bytes()
+            assert held.device / held.dense_equivalent <= goal
+            cache.append(*(rows[:, 0] for rows in pair(1, dim, 1, torch.float16)))
 
 
 def test_a_store_without_originals_has_nothing_on_the_host():
