@@ -94,20 +94,23 @@ class Scores(NamedTuple):
     """What `exact.score_slack` allows a score of an original, `[Hkv, R, M + 1]`."""
     delta: Tensor
     """What the ladder allows a coded one, `[Hkv, R, M + 1]`."""
+    wide: Tensor
+    """What `bounds.breadth` says of the errors of a coded one, `[Hkv, R, M + 1]`."""
 
 
 def score(
-    query: Tensor, scale: float, layer: Layer, notes: tuple[Tensor, Tensor], size: int, tail: Place,
+    query: Tensor, scale: float, layer: Layer, notes: tuple[Tensor, ...], size: int, tail: Place,
     tail_tokens: int, slack: tuple[float, float],
 ) -> tuple[Scores, bool]:  # fmt: skip
     """Score `[Hkv, R, D]` float64 queries with every token; return whether all is finite, too.
 
-    `notes` are rk and kappa, `[Hkv, M + 1]`, `tail` the keys of the open tail `[Hkv, S, D]`, `slack` the
-    factor of ||q|| * (kappa + rk) and the constant in `exact.score_slack`.
+    `notes` are rk, kappa and sk, `[Hkv, M + 1]` (sk infinite where nothing is known), `tail` the keys of the
+    open tail `[Hkv, S, D]`, `slack` the factor of ||q|| * (kappa + rk) and the constant in
+    `exact.score_slack`.
     """
     (heads, group, _), count = query.shape, notes[0].shape[1]
     found = Scores(
-        query.new_empty(heads, group, count, size), *(query.new_empty(heads, group, count) for _ in "hsd")
+        query.new_empty(heads, group, count, size), *(query.new_empty(heads, group, count) for _ in "hsdw")
     )
     fine = torch.empty(heads, count, dtype=torch.bool)
     nowhere = Place(0, 0, 0, 0, 0)
@@ -215,11 +218,11 @@ LOOSE = {"reassoc", "contract"}
 def _score(
     query: Array, factor: float, codes: int, code_pitch: int, scale: int, meta_pitch: int, offset: int,
     meta_kind: int, tail: int, tail_pitch: int, kind: int, tail_tokens: int, rk: Array, kappa: Array,
-    rate: float, floor: float, spare: Array, out: Array, half_step: Array, slack: Array, delta: Array,
-    fine: Array,
+    sk: Array, rate: float, floor: float, spare: Array, out: Array, half_step: Array, slack: Array,
+    delta: Array, wide: Array, fine: Array,
 ) -> None:  # fmt: skip
     (heads, group, count, size), dim = out.shape, query.shape[2]
-    pairs = heads * count
+    pairs, most = heads * count, np.sqrt(size) * MARGIN
     rows, constant = doubles_at(spare.ctypes.data), np.empty(group)
     folded = ahead(rows, ROWS * dim)
     steps, zeros = ahead(folded, group * dim), ahead(folded, (group + 1) * dim)
@@ -249,6 +252,8 @@ def _score(
             allowed = rate * norm * (kappa[h, b] + rk[h, b]) + floor
             slack[h, r, b], check = allowed, check + allowed * 0.0
             delta[h, r, b] = min(0.5 * step, norm * rk[h, b]) * (abs(factor) * MARGIN) + allowed
+            breadth = (norm * sk[h, b] * (abs(factor) * MARGIN) + most * allowed) / delta[h, r, b]
+            wide[h, r, b] = breadth if breadth < most else most
         for t in range(0, size, ROWS):
             present = min(max(held - t, 0), ROWS)
             if coded:

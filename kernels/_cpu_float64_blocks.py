@@ -49,16 +49,19 @@ def order_failures(
     return rank, boundary
 
 
-def annotations(stored: Place, raw: Tensor, raw_bounds: Tensor, tails: Tensor, centre: Tensor) -> Tensor:
-    """Return what `TieredStore.bounds` does, `[4, Hkv, M + 1]`.
+def annotations(
+    stored: Place, raw: Tensor, raw_bounds: Tensor, tails: Tensor, centre: Tensor, size: int
+) -> Tensor:
+    """Return what `TieredStore.bounds` does, `[4, Hkv, M + 1]`, with spectral norms `[7, Hkv, M + 1]`.
 
-    `stored` `[Hkv, M, 4]` are float16, `raw` `[Hkv, M]`, `raw_bounds` `[Hkv, M, 2]`; `tails` `[2, Hkv, n, D]`
-    keys and values of the open tail, `centre` `[Hkv, D]`.
+    `size` is that of a block, 0 where there are no spectral norms; `stored` are float16 `[Hkv, M, n]`, `raw`
+    `[Hkv, M]`, `raw_bounds` `[Hkv, M, 2]`; `tails` `[2, Hkv, n, D]` keys and values of the open tail,
+    `centre` `[Hkv, D]`.
     """
     (heads, count), tokens = raw.shape, tails.shape[2]
-    out = centre.new_empty(4, heads, count + 1)
+    out = centre.new_empty(7 if size else 4, heads, count + 1)
     _annotations(
-        *stored[:2], raw.numpy(), raw_bounds.numpy(), tails.data_ptr(), *tails.stride()[:2],
+        *stored[:3], size, raw.numpy(), raw_bounds.numpy(), tails.data_ptr(), *tails.stride()[:2],
         kind_of(tails.dtype), tokens, centre.numpy(), scratch(1, centre), out.numpy(),
     )  # fmt: skip
     return out
@@ -82,15 +85,15 @@ def dearest(cost: Tensor, allowance: Tensor) -> Tensor:
 
 @entry(fastmath=LOOSE)
 def _annotations(
-    stored: int, pitch: int, raw: Array, raw_bounds: Array, tails: int, side: int, head: int, kind: int,
-    tokens: int, centre: Array, spare: Array, out: Array,
+    stored: int, pitch: int, width: int, size: int, raw: Array, raw_bounds: Array, tails: int, side: int,
+    head: int, kind: int, tokens: int, centre: Array, spare: Array, out: Array,
 ) -> None:  # fmt: skip
     heads, count, dim = raw.shape[0], raw.shape[1], centre.shape[1]
     for h in range(heads):
         row, notes = doubles_at(spare.ctypes.data), ahead(shorts_at(stored), h * pitch)
         for b in range(count):
             for i in range(4):
-                out[i, h, b] = half(notes[4 * b + i])
+                out[i, h, b] = half(notes[width * b + i])
             if raw[h, b]:
                 out[0, h, b], out[1, h, b] = 0.0, raw_bounds[h, b, 0]
                 out[2, h, b], out[3, h, b] = 0.0, raw_bounds[h, b, 1]
@@ -104,6 +107,20 @@ def _annotations(
                     square += away * away
                 largest = max(largest, square)
             out[2 * i, h, count], out[2 * i + 1, h, count] = 0.0, np.sqrt(largest) * MARGIN
+        if size:
+            _add_spectra(notes, width, np.sqrt(size) * MARGIN, raw[h], out[:, h])
+
+
+@plain
+def _add_spectra(notes: Array, width: int, most: float, raw: Array, out: Array) -> None:
+    """Write sk, se and sv: what is stored, if anything is, and at most `most` times the longest row."""
+    count = len(raw)
+    for i in range(3):
+        longest = out[i if i == 0 else i + 1]
+        for b in range(count + 1):
+            out[4 + i, b] = longest[b] * most
+            if b < count and not raw[b]:
+                out[4 + i, b] = min(out[4 + i, b], half(notes[width * b + 4 + i]))
 
 
 @entry()

@@ -30,6 +30,8 @@ class Weighed(NamedTuple):
     """Share of the total times eta, 0 where values are exact, `[Hkv, R, M]`."""
     total: Tensor
     """`[Hkv, R]`"""
+    log_peak: Tensor
+    """The heaviest token of a block."""
 
 
 def weighed(
@@ -42,7 +44,7 @@ def weighed(
     which are exact `[Hkv, M]`; `tokens` are those of a block and of the tail.
     """
     (heads, group, width), peak = masses[0].shape, masses[0]
-    shapes = [peak.shape] * 4 + [(heads, group, width - 1), (heads, group)]
+    shapes = [peak.shape] * 4 + [(heads, group, width - 1), (heads, group), peak.shape]
     found = Weighed._make(peak.new_empty(shape) for shape in shapes)
     inputs = (each.numpy() for each in (*masses, read, *values))
     _weigh(*inputs, *tokens, np.log(underflow), *(each.numpy() for each in found))
@@ -80,6 +82,10 @@ class Spread(NamedTuple):
     """`[Hkv, M + 1]`, the tail's being 0."""
     radius: Tensor
     """rv, `[Hkv, M + 1]`"""
+    residual_joint: Tensor
+    """se, `[Hkv, M + 1]`; infinite, like the next one, where nothing is known."""
+    joint: Tensor
+    """sv, `[Hkv, M + 1]`"""
     centre: Tensor
     """c0, `[Hkv, D]`"""
     residual_spectrum: Tensor
@@ -89,15 +95,16 @@ class Spread(NamedTuple):
 
 
 def bounds(
-    masses: Weighed, spread: Spread, deltas: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor, Tensor],
+    masses: Weighed, spread: Spread, deltas: tuple[Tensor, ...], states: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor, Tensor], limit: Tensor, rounding: tuple[float, float, float],
 ) -> Bounds:  # fmt: skip
     """Return what `ladder.CertifiedStep.evaluate` does; the floor only for heads above `limit` `[Hkv, R]`.
 
-    `deltas` `[Hkv, R, M + 1]` are those of exact and of coded keys, `states` `[Hkv, M]` mark blocks with
-    exact keys, with exact values and with values that were read; `outputs` are the float64 output, the
-    stored one in float64 `[Hkv, R, D]` and the error of storing it `[Hkv, R]`. `rounding` is the relative
-    error of a sum (theta), the unit roundoff and what underflow may have lost, as in `bounds.rounding`.
+    `deltas` `[Hkv, R, M + 1]` are those of exact and of coded keys, and what `bounds.breadth` says of the
+    latter; `states` `[Hkv, M]` mark blocks with exact keys, with exact values and with values that were read;
+    `outputs` are the float64 output, the stored one in float64 `[Hkv, R, D]` and the error of storing it
+    `[Hkv, R]`. `rounding` is the relative error of a sum (theta), the unit roundoff and what underflow may
+    have lost, as in `bounds.rounding`.
     """
     blocks, heads = masses.share, masses.total
 
@@ -107,7 +114,7 @@ def bounds(
 
     errors = [torch.empty_like(heads) for _ in "kdvrf"]
     found = Bounds._make([*errors, torch.empty_like(blocks), split(), split()])
-    inputs = (*masses[:3], heads, *spread, *deltas, *states, *outputs, limit)
+    inputs = (*masses[:3], masses.log_peak, heads, *spread, *deltas, *states, *outputs, limit)
     results = (*found[:6], *found.key_split, *found.value_split)
     _bounds(*(each.numpy() for each in inputs), *rounding, *(each.numpy() for each in results))
     return found
@@ -128,7 +135,7 @@ def limits(masses: Weighed, outside: Tensor, errors: tuple[Tensor, Tensor], exac
 def _weigh(
     peak: Array, mass: Array, square: Array, read: Array, eta: Array, exact: Array, size: int, tail: int,
     log_underflow: float, log_weight: Array, log_square: Array, log_flushed: Array, share: Array,
-    error: Array, total: Array,
+    error: Array, total: Array, log_peak: Array,
 ) -> None:  # fmt: skip
     heads, group, count = peak.shape
     for row in range(heads * group):
@@ -144,6 +151,7 @@ def _weigh(
         log_total = np.log(weight)
         for b in range(count):
             below = peak[h, r, b] - top
+            log_peak[h, r, b] = below - log_total
             log_weight[h, r, b] = (below - log_total) + np.log(mass[h, r, b])
             log_square[h, r, b] = np.log(square[h, r, b]) + 2 * (below - log_total)
             tokens = np.float64(size if b < count - 1 else tail)
@@ -170,7 +178,7 @@ def _least(prefix: float, least: float, rest: float) -> float:
 @loose
 def _value_terms(
     log_weight: Array, log_square: Array, eta: Array, exact: Array, read: Array, radius: Array,
-    centre: float, spectrum: float, order: Array, before: Array, after: Array,
+    joint: Array, centre: float, spectrum: float, order: Array, before: Array, after: Array,
 ) -> Any:  # fmt: skip
     """Return the bound on sum p ||v|| and sum p ||v'||, and `bounds.value_split(...).value()`.
 
@@ -184,6 +192,8 @@ def _value_terms(
             off = 0.0 if b < count - 1 and exact[b] else eta[b]
             norm += share * (radius[b] + centre + off)
             cost[b] = share * off
+            if off > 0:
+                cost[b] = _lesser(cost[b], np.exp(log_square[b] / 2) * joint[b])
     order[:] = falling(cost)
     after[count] = 0.0
     for j in range(count - 1, -1, -1):
@@ -206,14 +216,20 @@ def _along(cost: Array, order: Array, divisor: float, before: Array, after: Arra
 
 
 @plain
+def _lesser(one: float, other: float) -> float:
+    """Return the smaller of two, the first where the second is no number."""
+    return other if other < one else one
+
+
+@plain
 def _or_infinite(x: float) -> float:
     return np.inf if np.isnan(x) else x
 
 
 @loose
 def _key_terms(
-    log_weight: Array, log_square: Array, log_flushed: Array, delta: Array, read: Array, shift: Array,
-    energy: Array,
+    log_weight: Array, log_square: Array, log_flushed: Array, log_peak: Array, delta: Array, wide: Array,
+    read: Array, shift: Array, energy: Array,
 ) -> Any:  # fmt: skip
     """Write cw and c2 of `bounds.key_terms` to `shift` and `energy`; return its Z_lo and total variation."""
     count = len(log_weight)
@@ -221,32 +237,38 @@ def _key_terms(
     log_alone, heaviest = -np.inf, 0
     for b in range(count):
         d, log_share, active = delta[b], log_weight[b], b == count - 1 or read[b]
-        growth = np.log(-np.expm1(-d)) if active else 0.0
         lost, shrunk = np.exp(log_flushed[b] + d), np.exp(log_share - d)
-        shift[b] = _or_infinite(np.exp(log_share + d + growth) + lost)
-        energy[b] = _or_infinite(np.exp(log_square[b] + 2 * (d + growth)) + lost * lost)
+        log_up, together, square = d, log_share, log_square[b]
+        if active:
+            log_up, log_wide = d + np.log(-np.expm1(-d)), np.log(wide[b])
+            together = _lesser(log_share, square / 2 + log_wide)
+            square = _lesser(square, 2 * (log_peak[b] + log_wide))
+        shift[b] = _or_infinite(np.exp(together + log_up) + lost)
+        energy[b] = _or_infinite(np.exp(square + 2 * log_up) + lost * lost)
         low += shrunk
         if active:
             kept += shrunk
             moved += shift[b]
             flushed += lost
             widest = max(widest, d)
-            if log_square[b] - log_share > log_alone:
-                log_alone, heaviest = log_square[b] - log_share, b
+            if log_peak[b] > log_alone:
+                log_alone, heaviest = log_peak[b], b
         else:
             lifted += shift[b]
     low /= MARGIN
     alone = np.exp(log_alone) * (1 - _NEAR_ONE)
     dropped = 1 / (1 + kept / lifted) if lifted > 0 else 0.0
     variation = _or_infinite(min(moved, np.tanh(widest / 2)) + flushed / low + dropped)
-    around = _around_one(alone, moved, lifted, np.expm1(delta[heaviest]), low)
+    spare = max(np.exp(log_weight[heaviest]) - alone, 0.0) * np.expm1(delta[heaviest])
+    taken = shift[heaviest] - np.exp(log_flushed[heaviest] + delta[heaviest]) - spare
+    around = _around_one(alone, moved, lifted, taken, low)
     return low, min(1.0, min(variation, around) * MARGIN)
 
 
 @plain
-def _around_one(alone: float, moved: float, lifted: float, growth: float, low: float) -> float:
-    """Return `bounds._around_one`; `alone` is the share of the heaviest token."""
-    others = moved * (1 + _NEAR_ONE) - alone * growth
+def _around_one(alone: float, moved: float, lifted: float, taken: float, low: float) -> float:
+    """Return `bounds._around_one`; `alone` is the heaviest token's share, `taken` its part of `moved`."""
+    others = moved * (1 + _NEAR_ONE) - (taken if taken > 0 else 0.0)
     others = 0.0 if others < 0 else others
     fit, rest = min(low, 1.0), 1 - alone
     bound = (others + lifted + rest * (1 - fit)) / fit
@@ -255,19 +277,23 @@ def _around_one(alone: float, moved: float, lifted: float, growth: float, low: f
 
 @loose
 def _key_bound(
-    logs: Any, delta: Array, read: Array, radius: Array, offset: float, spectrum: float, cost: Array,
-    order: Array, before: Array, after: Array,
+    logs: Any, delta: Array, wide: Array, read: Array, radius: Array, joint: Array, offset: float,
+    spectrum: float, cost: Array, order: Array, before: Array, after: Array,
 ) -> float:  # fmt: skip
     """Return the smaller of `bounds.key_split(...).value()` and 2 * radius * total variation.
 
-    `logs` are log weight, square and flushed. The fields of the split are written to `order`, `before` and
-    `after`, the contributions over Z_lo to `cost`.
+    `logs` are log weight, square, flushed and peak. The fields of the split are written to `order`, `before`
+    and `after`, the contributions over Z_lo to `cost`.
     """
     count, farthest, c2, cw = len(delta), 0.0, 0.0, 0.0
     shift, energy = np.empty(count), np.empty(count)
-    low, variation = _key_terms(logs[0], logs[1], logs[2], delta, read, shift, energy)
+    low, variation = _key_terms(
+        logs[0], logs[1], logs[2], logs[3], delta, wide, read, shift, energy
+    )  # fmt: skip
     for b in range(count):
-        cost[b] = shift[b] * (radius[b] + offset)
+        cost[b] = (
+            _lesser(_or_infinite(shift[b] * radius[b]), np.sqrt(energy[b]) * joint[b]) + shift[b] * offset
+        )
         farthest = max(farthest, radius[b])
     order[:] = falling(cost)
     after[count] = 0.0
@@ -305,43 +331,45 @@ def _norm(one: Array, other: Array, factor: float) -> float:
 
 @entry(fastmath=LOOSE)
 def _bounds(
-    log_weight: Array, log_square: Array, log_flushed: Array, total: Array, eta: Array, radius: Array,
-    centre: Array, residual_spectrum: Array, spectrum: Array, slack: Array, coded: Array, exact_keys: Array,
-    exact_values: Array, read: Array, output: Array, stored: Array, storing: Array, limit: Array,
-    relative: float, roundoff: float, lost: float, key: Array, dropped: Array, value: Array, rounding: Array,
-    floor: Array, contribution: Array, key_order: Array, key_before: Array, key_after: Array,
-    value_order: Array, value_before: Array, value_after: Array,
+    log_weight: Array, log_square: Array, log_flushed: Array, log_peak: Array, total: Array, eta: Array,
+    radius: Array, residual_joint: Array, joint: Array, centre: Array, residual_spectrum: Array,
+    spectrum: Array, slack: Array, coded: Array, breadth: Array, exact_keys: Array, exact_values: Array,
+    read: Array, output: Array, stored: Array, storing: Array, limit: Array, relative: float, roundoff: float,
+    lost: float, key: Array, dropped: Array, value: Array, rounding: Array, floor: Array,
+    contribution: Array, key_order: Array, key_before: Array, key_after: Array, value_order: Array,
+    value_before: Array, value_after: Array,
 ) -> None:  # fmt: skip
     heads, group, count = log_weight.shape
     for row in range(heads * group):
         h, r = row // group, row % group
-        logs = log_weight[h, r], log_square[h, r], log_flushed[h, r]
+        logs = log_weight[h, r], log_square[h, r], log_flushed[h, r], log_peak[h, r]
         middle = _norm(centre[h], centre[h], 0.0)
         mean, inexact = _value_terms(
-            logs[0], logs[1], eta[h], exact_values[h], read[h], radius[h], middle, residual_spectrum[h],
-            value_order[h, r], value_before[h, r], value_after[h, r],
+            logs[0], logs[1], eta[h], exact_values[h], read[h], radius[h], residual_joint[h], middle,
+            residual_spectrum[h], value_order[h, r], value_before[h, r], value_after[h, r],
         )  # fmt: skip
         error = relative * mean + (relative + 4 * roundoff) * _norm(output[h, r], output[h, r], 0.0)
         error = (error + (lost / max(total[h, r], 1.0) if mean > 0 else 0.0)) * MARGIN
         away = (_norm(centre[h], stored[h, r], 1.0) + error + storing[h, r]) * MARGIN
-        delta = slack[h, r].copy()
+        # errors of exact scores may add up in any way
+        delta, wide, anyhow = slack[h, r].copy(), np.full(count, np.inf), np.full(count, np.inf)
         for b in range(count - 1):
             if not exact_keys[h, b]:
-                delta[b] = coded[h, r, b]
-        joint = _key_bound(
-            logs, delta, read[h], radius[h], away + inexact, spectrum[h], contribution[h, r],
-            key_order[h, r], key_before[h, r], key_after[h, r],
+                delta[b], wide[b] = coded[h, r, b], breadth[h, r, b]
+        both = _key_bound(
+            logs, delta, wide, read[h], radius[h], joint[h], away + inexact, spectrum[h],
+            contribution[h, r], key_order[h, r], key_before[h, r], key_after[h, r],
         )  # fmt: skip
         part = _share_of_skipped(contribution[h, r], read[h])
-        dropped[h, r] = joint * part if part > 0 else 0.0
-        key[h, r], value[h, r], rounding[h, r] = joint - dropped[h, r], inexact, error
+        dropped[h, r] = both * part if part > 0 else 0.0
+        key[h, r], value[h, r], rounding[h, r] = both - dropped[h, r], inexact, error
         floor[h, r] = 0.0
-        if not joint + inexact + error + storing[h, r] <= limit[h, r]:
+        if not both + inexact + error + storing[h, r] <= limit[h, r]:
             everything, spare = np.ones(count - 1, dtype=np.bool_), np.empty((3, count + 1))
             order = np.empty(count, dtype=np.int64)
             floor[h, r] = _key_bound(
-                logs, slack[h, r], everything, radius[h], away, spectrum[h], spare[0, :count], order,
-                spare[1], spare[2],
+                logs, slack[h, r], anyhow, everything, radius[h], joint[h], away, spectrum[h],
+                spare[0, :count], order, spare[1], spare[2],
             )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rcq_cli.cache.tiers import TieredStore
+from rcq_cli.certify.spectral import spectral_norm
 from rcq_cli.kernels._format import TierFormat
 from rcq_cli.kernels._rounding import round_up, smallest, upper
 from rcq_cli.kernels.reference import Blocks
@@ -28,7 +29,7 @@ class GhostStore(TieredStore):
     """
 
     def __init__(self, *args: Any, ghost_bits: int = 8, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, joint=True, **kwargs)
         self.ghost_bits = ghost_bits
         if ghost_bits == 4:
             self.backend: Any = GhostBackend(self.backend)
@@ -125,10 +126,11 @@ class GhostStore(TieredStore):
         if not self.ghosts:
             return notes
         ghost = (self.ghost_slots >= 0) & ~self.raw.rows
-        rows = self.ghost_slots.clamp_min(0).long()[..., None].expand(-1, -1, 2)
-        stated = self.ghosts["ghost_notes"].double().gather(1, rows)
-        for column, stated_column in ((notes.rk, stated[..., 0]), (notes.kappa, stated[..., 1])):
-            column[:, :-1] = torch.where(ghost, stated_column, column[:, :-1])
+        rows = self.ghost_slots.clamp_min(0).long()[..., None].expand(-1, -1, 3)
+        stated = self.ghosts["ghost_notes"].double().gather(1, rows).unbind(-1)
+        for column, stated_column in zip(("rk", "kappa", "sk"), stated, strict=True):
+            known = getattr(notes, column)
+            known[:, :-1] = torch.where(ghost, stated_column, known[:, :-1])
         return notes
 
     def damaged(self, heads: Tensor, blocks: Tensor) -> Tensor:
@@ -183,8 +185,8 @@ def encode_ghosts(keys: Tensor, fmt: TierFormat) -> tuple[Blocks, Tensor]:
     """Encode `[n, S, D]` float64 keys to INT4; return the tensors and which of the blocks INT4 cannot hold.
 
     code = clamp(rint((k - z) / s), -8, 7), k' = code * s + z, with z = lo + 8 * (hi - lo) / 15 and s rounded
-    up so that |k - k'| <= s / 2 per element, as for INT8 keys. `ghost_notes` are max ||k - k'|| and max
-    || |s * code| + |z| || per block.
+    up so that |k - k'| <= s / 2 per element, as for INT8 keys. `ghost_notes` are max ||k - k'||, max
+    || |s * code| + |z| || and ||K - K'||_2 per block.
     """
     dtype = fmt.key_dtype
     lo, hi = keys.amin(1), keys.amax(1)
@@ -203,7 +205,8 @@ def encode_ghosts(keys: Tensor, fmt: TierFormat) -> tuple[Blocks, Tensor]:
         # a tie that rounding decided the other way: one step wider covers it
         scale = torch.where(missed, round_up(s * (1 + 2.0**-23), dtype), scale)
     magnitude = (codes.abs() * s[:, None] + z.abs()[:, None]).norm(dim=-1).amax(-1)
-    notes = upper(torch.stack((residual.norm(dim=-1).amax(-1), magnitude), -1), torch.float16)
+    notes = torch.stack((residual.norm(dim=-1).amax(-1), magnitude, spectral_norm(residual)), -1)
+    notes = upper(notes, torch.float16)
     bad = missed.any(-1) | ~torch.isfinite(torch.cat((scale, offset, notes), -1).double()).all(-1)
     nibbles = (codes + 8).to(torch.uint8)
     rows = {

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rcq_cli.cache.slab import Slab
 from rcq_cli.certify.spectral import SpectralBound, spectral_norm
@@ -61,8 +62,7 @@ class TieredStore:
         self.blocks: dict[str, Slab] = {}
         self.joint = (4, 5, 6) if joint else ()
         """Columns of the annotations with sk, se and sv, as far as there are such."""
-        columns = len(ANNOTATIONS) + len(self.joint)
-        self.annotations = Slab(heads, (columns,), torch.float16, geometry.device)
+        self.annotations = Slab(heads, (self.columns,), torch.float16, geometry.device)
         self.raw = Slab(heads, (), torch.bool)
         self.raw_bounds = Slab(heads, (2,), torch.float64)  # kappa and rv of raw blocks
         self.checks = Slab(heads, (2,), torch.int64)  # checksums of tier 1 and of the originals
@@ -74,6 +74,11 @@ class TieredStore:
         self.residual_spectrum = SpectralBound(heads, dim)
         self.tokens = 0
         self.coded_elems = 0
+
+    @property
+    def columns(self) -> int:
+        """Return how many annotations a block has room for."""
+        return len(ANNOTATIONS) + len(self.joint)
 
     @property
     def first_rows(self) -> int:
@@ -167,7 +172,7 @@ class TieredStore:
         longest.insert(1, self.backend.key_magnitude(blocks))
         together = [spectral_norm(rows) for rows in (left, residual, centred)[: len(self.joint)]]
         exact = torch.stack((*longest, *together), -1)
-        stored = upper(exact, torch.float16)
+        stored = pad(upper(exact, torch.float16), (0, self.columns - exact.shape[-1]))
         # a spectral norm that overflows says nothing, but the block needs none
         raw = raw_keys | raw_values | ~torch.isfinite(stored[..., : len(ANNOTATIONS)]).all(-1)
         for name, rows in blocks.items():

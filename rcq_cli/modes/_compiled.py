@@ -22,6 +22,11 @@ from rcq_cli.phases import phased
 class CompiledStore(TieredStore):
     """The tiered store of one layer; checksums are taken where the data lies."""
 
+    @property
+    def columns(self) -> int:
+        """Return how many annotations a block has room for: whole words, as checksums take them."""
+        return -(-super().columns // 4) * 4
+
     def layer(self) -> Layer:
         """Return where everything lies."""
         assert self.originals is not None
@@ -56,7 +61,7 @@ class CompiledStore(TieredStore):
         """Return the annotations of all completed blocks and, last, of the open tail."""
         found = _cpu_float64_blocks.annotations(
             place(self.annotations.data), self.raw.rows, self.raw_bounds.rows,
-            self.tail[:, :, : self.tail_tokens], self.centred_on(),
+            self.tail[:, :, : self.tail_tokens], self.centred_on(), self.fmt.block if self.joint else 0,
         )  # fmt: skip
         return Annotations(*found.unbind())
 
@@ -76,12 +81,17 @@ class CompiledStep(CertifiedStep):
     @phased("score")
     def _score(self) -> None:
         self.layer, self.tails = self.cache.layer(), self.cache.tail_places()
+        notes = self.notes.rk, self.notes.kappa, self._known(self.notes.sk)
         found, self.finite = _cpu_float64.score(
-            self.query, self.scale, self.layer, (self.notes.rk, self.notes.kappa), self.cache.fmt.block,
+            self.query, self.scale, self.layer, notes, self.cache.fmt.block,
             self.tails[0], self.cache.tail_tokens, _slack_terms(self.query.shape[-1], self.scale),
         )  # fmt: skip
-        self.scores, half_step, self.slack, self.delta_coded = found
+        self.scores, half_step, self.slack, self.delta_coded, self.wide = found
         self.half_step = half_step[..., :-1]
+
+    def _known(self, norms: Tensor | None) -> Tensor:
+        """Return spectral norms of blocks, infinite where the store has none."""
+        return torch.full_like(self.notes.rk, torch.inf) if norms is None else norms
 
     @phased("score")
     def _weigh(self, pairs: tuple[Tensor, Tensor] | None = None) -> None:
@@ -119,13 +129,15 @@ class CompiledStep(CertifiedStep):
         notes, dim = self.notes, self.query.shape[-1]
         exact_output, output, storing = outputs
         spectra = (self.residual_spectrum[:, 0], self.spectrum[:, 0])
-        spread = Spread(notes.eta, notes.rv, self.centre, *spectra)
+        joint = self._known(notes.se), self._known(notes.sv)
+        spread = Spread(notes.eta, notes.rv, *joint, self.centre, *spectra)
         roundoff, underflow = self.backend.roundoff, self.backend.underflow
         relative = theta(self.cache.tokens + 24 + 16 * math.sqrt(dim), roundoff)
         lost = math.sqrt(dim) * self.cache.tokens * underflow
         found = _cpu_float64_bounds.bounds(
-            masses, spread, (self.slack, self.delta_coded), (self.exact_keys, self.exact_values, self.read),
-            (exact_output, output.double(), storing), limit, (relative, roundoff, lost),
+            masses, spread, (self.slack, self.delta_coded, self.wide),
+            (self.exact_keys, self.exact_values, self.read), (exact_output, output.double(), storing), limit,
+            (relative, roundoff, lost),
         )  # fmt: skip
         return found, found.rounding + storing
 

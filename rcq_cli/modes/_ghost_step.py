@@ -135,7 +135,8 @@ class CompiledGhostStep(GhostStep, CompiledStep):
         found = self.weighed()
         tail = self.read.new_zeros(self.read.shape[0], 1)  # never skipped, and there before any block
         skipped = torch.cat((~self.read, tail), 1)
-        return Masses(*found[:3], skipped[:, None].expand_as(found.share)), found.share, found.total
+        skipped = skipped[:, None].expand_as(found.share)
+        return Masses(*found[:3], skipped, found.log_peak), found.share, found.total
 
     @phased("bound")
     def evaluate(self) -> tuple[Tensor, Tensor, Bounds]:

@@ -86,7 +86,7 @@ class Proven(NamedTuple):
 
 def prove(masses, total, spread: Spread, deltas, exact_keys, exact_values, outputs, tokens) -> Proven:
     """Do what `CertifiedStep.evaluate` does, from the functions of `rcq_cli.certify.bounds`."""
-    (slack, coded), (exact_output, stored, storing) = deltas, outputs
+    (slack, coded, wide), (exact_output, stored, storing) = deltas, outputs
     tail = torch.ones(HEADS, 1, dtype=torch.bool)
     keys, values = (torch.cat((mask, tail), 1)[:, None] for mask in (exact_keys, exact_values))
     eta = torch.where(values, 0.0, spread.eta[:, None]).expand_as(masses.log_weight)
@@ -97,11 +97,15 @@ def prove(masses, total, spread: Spread, deltas, exact_keys, exact_values, outpu
     residual, spectrum = (
         each[:, None].expand(-1, GROUP) for each in (spread.residual_spectrum, spread.spectrum)
     )
-    value_split = proven.value_split(masses, eta, residual)
+    within, joint = (
+        each[:, None].expand_as(masses.log_weight) for each in (spread.residual_joint, spread.joint)
+    )
+    value_split = proven.value_split(masses, eta, residual, within)
     value = value_split.value()
     away = ((spread.centre[:, None] - stored).norm(dim=-1) + lost + storing) * proven.MARGIN
-    terms = proven.key_terms(masses, torch.where(keys, slack, coded))
-    key_split = proven.key_split(terms, radius, away + value, spectrum)
+    anyhow = SIZE**0.5 * proven.MARGIN
+    terms = proven.key_terms(masses, torch.where(keys, slack, coded), torch.where(keys, anyhow, wide))
+    key_split = proven.key_split(terms, radius, away + value, spectrum, joint)
     key = torch.minimum(key_split.value(), widest(spread, terms))
     return Proven(key, value, lost, away, terms, key_split, value_split)
 

@@ -42,8 +42,9 @@ def stores(kind="random", tokens=118, dtype=torch.float32):
 
 
 def scored(store, query):
+    notes = (*store.bounds()[:2], torch.full((HEADS, store.block_count + 1), torch.inf).double())
     return _cpu_float64.score(
-        query, SCALE, store.layer(), store.bounds()[:2], SIZE, store.tail_places()[0], store.tail_tokens,
+        query, SCALE, store.layer(), notes, SIZE, store.tail_places()[0], store.tail_tokens,
         _slack_terms(DIM, SCALE),
     )  # fmt: skip
 
@@ -284,7 +285,8 @@ def test_order_checks_are_those_of_the_policy(ranks, share, levels):
 @pytest.mark.parametrize("kind", MASSES)
 @pytest.mark.parametrize("delta", [1e-9, 0.02, 1.5, 60.0, 800.0])
 @pytest.mark.parametrize("exact", [0.0, 0.5, 1.0])
-def test_bounds_are_those_that_are_proven(kind, delta, exact):
+@pytest.mark.parametrize("joint", [True, False])
+def test_bounds_are_those_that_are_proven(kind, delta, exact, joint):
     masses, count, tokens = weighed(kind), 40, 644
     noise = torch.Generator().manual_seed(7)
 
@@ -292,11 +294,14 @@ def test_bounds_are_those_that_are_proven(kind, delta, exact):
         return torch.rand(*shape, generator=noise).double()
 
     eta = torch.cat((positive(HEADS, count), torch.zeros(HEADS, 1)), 1)
+    joint = (positive(HEADS, count + 1) * most for most in ((2, 9) if joint else (math.inf, math.inf)))
     spread = _cpu_float64_bounds.Spread(
-        eta, positive(HEADS, count + 1) * 5, rows(HEADS, DIM, seed=3), positive(HEADS), positive(HEADS) * 90
-    )
+        eta, positive(HEADS, count + 1) * 5, *joint, rows(HEADS, DIM, seed=3), positive(HEADS),
+        positive(HEADS) * 90,
+    )  # fmt: skip
     slack = positive(HEADS, GROUP, count + 1) * 1e-12 + 1e-12
     coded = positive(HEADS, GROUP, count + 1) * delta + slack
+    wide = positive(HEADS, GROUP, count + 1) * 4
     known = [torch.rand(HEADS, count, generator=noise) < exact for _ in "kv"]
     outputs = (
         rows(HEADS, GROUP, DIM, seed=4),
@@ -307,11 +312,11 @@ def test_bounds_are_those_that_are_proven(kind, delta, exact):
     known = (*known, torch.ones(HEADS, count, dtype=torch.bool))
     nowhere = torch.full((HEADS, GROUP), torch.inf, dtype=torch.float64)
     found = _cpu_float64_bounds.bounds(
-        masses, spread, (slack, coded), known, outputs, nowhere,
+        masses, spread, (slack, coded, wide), known, outputs, nowhere,
         (relative, 2.0**-53, math.sqrt(DIM) * tokens * UNDERFLOW),
     )  # fmt: skip
-    nothing = proven.Masses(*masses[:3], torch.zeros(masses.share.shape, dtype=torch.bool))
-    expected = prove(nothing, masses.total, spread, (slack, coded), *known[:2], outputs, tokens)
+    nothing = proven.Masses(*masses[:3], torch.zeros(masses.share.shape, dtype=torch.bool), masses.log_peak)
+    expected = prove(nothing, masses.total, spread, (slack, coded, wide), *known[:2], outputs, tokens)
     assert not bool(found.dropped.any())
     for name in ("key", "value", "rounding"):
         mine, theirs = getattr(found, name), getattr(expected, name)
@@ -328,6 +333,8 @@ def test_a_bound_that_is_no_number_counts_as_infinite():
     spread = _cpu_float64_bounds.Spread(
         torch.zeros(HEADS, 41).double(),
         infinite,
+        infinite,
+        infinite,
         rows(HEADS, DIM),
         one[:, 0, 0].clone(),
         one[:, 0, 0].clone(),
@@ -335,6 +342,6 @@ def test_a_bound_that_is_no_number_counts_as_infinite():
     exact = torch.zeros(HEADS, 40, dtype=torch.bool)
     outputs = (rows(HEADS, GROUP, DIM), rows(HEADS, GROUP, DIM), one[..., 0].clone())
     found = _cpu_float64_bounds.bounds(
-        masses, spread, (one, one), (exact, exact, ~exact), outputs, one[..., 0], (1e-9, 1e-16, 0.0)
+        masses, spread, (one, one, one), (exact, exact, ~exact), outputs, one[..., 0], (1e-9, 1e-16, 0.0)
     )
     assert bool((found.key == torch.inf).all())

@@ -78,8 +78,8 @@ def test_ghosts_are_scored_like_all_others(kind, dtype, tokens):
     plain, store = stores(kind, tokens, dtype)
     query, notes = rows(HEADS, GROUP, DIM, seed=5), plain.bounds()
     found, fine = _cpu_float64.score(
-        query, SCALE, store.layer(), store.bounds()[:2], SIZE, store.tail_places()[0], store.tail_tokens,
-        _slack_terms(DIM, SCALE),
+        query, SCALE, store.layer(), (notes.rk, notes.kappa, notes.sk), SIZE, store.tail_places()[0],
+        store.tail_tokens, _slack_terms(DIM, SCALE),
     )  # fmt: skip
     assert fine
     norm = query.norm(dim=-1)[..., None] * proven.MARGIN
@@ -92,7 +92,11 @@ def test_ghosts_are_scored_like_all_others(kind, dtype, tokens):
         half = Reference().half_steps(query, codes)
         torch.testing.assert_close(found.half_step[..., :-1], half, **ULP)
         reach = torch.minimum(half, norm * notes.rk[:, None, :-1]) * (SCALE * proven.MARGIN)
-        torch.testing.assert_close(found.delta[..., :-1], reach + slack[..., :-1], **ULP)
+        delta = reach + slack[..., :-1]
+        torch.testing.assert_close(found.delta[..., :-1], delta, **ULP)
+        wide = proven.breadth(delta, slack[..., :-1], (norm * notes.sk[:, None] * SCALE)[..., :-1], SIZE)
+        torch.testing.assert_close(found.wide[..., :-1], wide, **ULP)
+        assert kind != "random" or bool((wide < SIZE**0.5).any())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,7 +172,7 @@ def weighed(kind, share):
     tail = 0 if kind == "no tail" else 4
     found = _cpu_float64_bounds.weighed(masses_of(kind), read, values, (SIZE, tail), UNDERFLOW)
     skipped = torch.cat((~read, torch.zeros(HEADS, 1, dtype=torch.bool)), 1)[:, None]
-    return found, read, proven.Masses(*found[:3], skipped.expand_as(found.share))
+    return found, read, proven.Masses(*found[:3], skipped.expand_as(found.share), found.log_peak)
 
 
 @pytest.mark.parametrize("kind", MASSES)
@@ -245,8 +249,12 @@ def test_attention_of_all_tokens_is_their_softmax(kind):
 @pytest.mark.parametrize("limit", [0.0, math.inf])
 def test_bounds_with_skipped_blocks_are_those_that_are_proven(kind, share, delta, limit):
     found, read, masses = weighed(kind, share)
-    positive = {name: rows(HEADS, 41, seed=seed).abs() for name, seed in (("eta", 6), ("radius", 31))}
+    positive = {
+        name: rows(HEADS, 41, seed=seed).abs()
+        for name, seed in (("eta", 6), ("radius", 31), ("residual_joint", 34), ("joint", 35))
+    }
     positive["eta"][:, -1] = 0.0
+    wide = rows(HEADS, GROUP, 41, seed=36).abs() * 2
     spectra = rows(2, HEADS, seed=33).abs() * 9
     spread = _cpu_float64_bounds.Spread(*positive.values(), rows(HEADS, DIM, seed=3), *spectra)
     keys, values = (chance(HEADS, 40, share=0.5, seed=seed) for seed in (41, 42))
@@ -257,13 +265,14 @@ def test_bounds_with_skipped_blocks_are_those_that_are_proven(kind, share, delta
     tokens = 644
     relative = theta(tokens + 24 + 16 * math.sqrt(DIM), 2.0**-53)
     mine = _cpu_float64_bounds.bounds(
-        found, spread, (slack, coded), (keys, values, read), outputs,
+        found, spread, (slack, coded, wide), (keys, values, read), outputs,
         torch.full((HEADS, GROUP), limit, dtype=torch.float64),
         (relative, 2.0**-53, math.sqrt(DIM) * tokens * UNDERFLOW),
     )  # fmt: skip
-    theirs = prove(masses, found.total, spread, (slack, coded), keys, values, outputs, tokens)
+    theirs = prove(masses, found.total, spread, (slack, coded, wide), keys, values, outputs, tokens)
     radius, terms, offset = spread.radius[:, None], theirs.terms, theirs.away + theirs.value
-    contribution = terms.cw * (radius + offset[..., None]) / terms.z_low[..., None]
+    joint = spread.joint[:, None].expand_as(terms.cw)
+    contribution = proven.key_shares(terms, radius, offset, joint) / terms.z_low[..., None]
     dropped = theirs.key * _share(contribution, masses.skipped)
     close = {"rtol": 1e-9, "atol": 1e-13}
     torch.testing.assert_close(mine.value, theirs.value, **close)
@@ -277,7 +286,7 @@ def test_bounds_with_skipped_blocks_are_those_that_are_proven(kind, share, delta
         torch.testing.assert_close(ours.rest, other.rest, **close)
     calm = proven.key_terms(masses._replace(skipped=torch.zeros_like(masses.skipped)), slack)
     spectrum = spread.spectrum[:, None].expand(-1, GROUP)
-    floor = proven.key_split(calm, radius.expand_as(calm.cw), theirs.away, spectrum).value()
+    floor = proven.key_split(calm, radius.expand_as(calm.cw), theirs.away, spectrum, joint).value()
     floor = torch.minimum(floor, widest(spread, calm))
     torch.testing.assert_close(mine.floor, floor if limit == 0 else torch.zeros_like(floor), **close)
 

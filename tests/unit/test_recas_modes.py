@@ -353,7 +353,11 @@ def test_int4_codes_stay_within_half_a_step_and_their_notes_cover_them():
     scale, offset = rows["ghost_scale"].double()[:, None], rows["ghost_offset"].double()[:, None]
     away = (keys - codes * scale - offset).abs()
     assert (away <= scale / 2 * (1 + 2.0**-14)).all()
-    assert (away.norm(dim=-1).amax(-1) <= rows["ghost_notes"][:, 0].double()).all()
+    stated = rows["ghost_notes"].double()
+    assert (away.norm(dim=-1).amax(-1) <= stated[:, 0]).all()
+    together = torch.linalg.matrix_norm(keys - codes * scale - offset, 2)
+    assert (together <= stated[:, 2]).all()
+    assert (stated[:, 2] <= together * 1.05 + 1e-6).all()
     spread = (keys.amax(1) - keys.amin(1)) / 15
     assert ((scale[:, 0] <= spread * 1.01 + 2.0**-23) | (offset[:, 0].abs() > 8 * spread)).all()
     assert encode_ghosts(keys * 1e9, TierFormat(16, 16, "float16", "two-level"))[1].any()
