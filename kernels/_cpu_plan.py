@@ -352,16 +352,25 @@ def choose_values(
         return False
     cut, spare = blocks_to_drop(slot.table, top, spectrum, 0.0, VALUE_TARGET * plan[PLAN_LEFT]), 1.0
     plan[NEAR_VALUE] = cut.near
-    for b in range(turn.blocks):
-        if not line.value_coded[b] > 0 or not line.cost[b] > 0:
+    for first in range(0, turn.blocks, LANES):
+        if highest(load(line.cost, first)) < cut.low:
             continue
-        leads, spare = leading(cut, line.cost[b], spare)
-        if leads:
-            slot.flags[r * turn.width + b] |= VALUE_WANTED
-            for other in range(shape.group):  # what one head reads, its group reads
-                if tiers.todo[h * shape.group + other]:
-                    line_of(turn, slot, other).value_coded[b] = np.float32(0)
+        for b in range(first, min(first + LANES, turn.blocks)):
+            if not line.value_coded[b] > 0 or not line.cost[b] > 0:
+                continue
+            leads, spare = leading(cut, line.cost[b], spare)
+            if leads:
+                slot.flags[r * turn.width + b] |= VALUE_WANTED
+                want_value(shape, turn, tiers, slot, h, b)
     return True
+
+
+@merged
+def want_value(shape: Shape, turn: Turn, tiers: Store, slot: Slot, h: int, b: int) -> None:
+    """Read the values of block `b` from the originals in every row to do: what one reads, its group reads."""
+    for r in range(shape.group):
+        if tiers.todo[h * shape.group + r]:
+            line_of(turn, slot, r).value_coded[b] = np.float32(0)
 
 
 @merged
