@@ -108,7 +108,11 @@ class TaskRequest:
 
 
 class Task(Protocol):
-    """One file of `tasks/`, exposed as `TASK`."""
+    """One file of `tasks/`, exposed as `TASK`.
+
+    A task that knows all keys of its scores beforehand also has `further_metrics`, those beside `score_key`:
+    a gate on any other is then refused before work. Not every run has to have each of them.
+    """
 
     name: str
     summary: str

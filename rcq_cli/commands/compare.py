@@ -247,16 +247,30 @@ def _rules(given: dict[str, Json]) -> Rules:
 def _check_gates(plan: Plan, rules: Rules) -> None:
     """Refuse a gate that no cell of the plan can meet and an expectation of no arm, before anything runs."""
     from rcq_cli import gates
+
+    cells = _cells_of(plan)
+    for gate in rules.fail_on:
+        meant = [metrics for cell, metrics in cells.items() if gate.matches(*cell)]
+        # a task that does not tell its metrics shows them in its scores: the gate is checked after them
+        told = meant and None not in meant
+        known = [name for metrics in meant for name in metrics or ()] if told else [gate.metric]
+        gates.check_gates([gate], tuple(cells), known)
+    gates.check_expectations(rules.expected, [spec.mode for batch in plan.batches for spec in batch[1:]])
+
+
+def _cells_of(plan: Plan) -> dict[tuple[str, int | None], tuple[str, ...] | None]:
+    """Return each (task, ctx) of a plan with all metrics its task can score, None where it does not say."""
     from rcq_cli.presets import TASKS
 
-    cells = []
+    cells: dict[tuple[str, int | None], tuple[str, ...] | None] = {}
     for batch in plan.batches:
         spec = batch[0]
-        parts = (spec.part,) if spec.part else TASKS.load(spec.task_name).parts
-        cells += [(spec.cell_task(part), spec.ctx) for part in parts]
-    # further metrics of a task are known only from its scores: here each gate's own metric counts as known
-    gates.check_gates(rules.fail_on, cells, [gate.metric for gate in rules.fail_on])
-    gates.check_expectations(rules.expected, [spec.mode for batch in plan.batches for spec in batch[1:]])
+        task = TASKS.load(spec.task_name)
+        further = getattr(task, "further_metrics", None)
+        metrics = None if further is None else (task.score_key, *further)
+        parts = (spec.part,) if spec.part else task.parts
+        cells |= {(spec.cell_task(part), spec.ctx): metrics for part in parts}
+    return cells
 
 
 def _judge(

@@ -33,6 +33,8 @@ def refused(*words: str, cwd: Path) -> str:
         (("eval", *SMALL, "-T", "depths=0:100:1e-9"), "at most 1001 depths"),
         (("eval", "--ctx", "1m", "--samples", "1"), "above what needle"),
         (("eval", *SMALL, "--model", "needle:layers=99999999"), "1 to 16"),
+        (("compare", "dense", "certified", *SMALL, "--fail-on", "niah.acuracy.upper < 0"), "'accuracy'?"),
+        (("compare", "dense", "naive", *SMALL, "--fail-on", "*.kl_mean.candidate > 1"), "accuracy, contains"),
         (("profile", "--ctx", "512", "--steps", "0"), "5 or more"),
         (("profile", "--ctx", "512", "--pairs", "0"), "2 or more"),
         (("profile", "--ctx", "512", "--require", "foo"), "vm_hwm_bytes"),
