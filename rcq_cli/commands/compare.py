@@ -153,12 +153,7 @@ def run_folders(words: Sequence[str]) -> list[Path]:
     """Return the positionals as run folders, nothing when they are modes; raise `SpecError` for a mixture."""
     folders = [Path(word) for word in words if _means_folder(word)]
     if folders and len(folders) < len(words):
-        raise SpecError(
-            "modes and run folders do not mix in one comparison",
-            why=", ".join(f"{word!r} is no run folder" for word in words if not _means_folder(word)),
-            fix="run the mode first (rcq eval), then compare the folders",
-            id="RCQ-USE-02",
-        )
+        raise _mixed([word for word in words if not _means_folder(word)])
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         raise SpecError(
@@ -171,6 +166,23 @@ def run_folders(words: Sequence[str]) -> list[Path]:
             "compare needs at least two runs, 1 came", fix="name the reference first", id="RCQ-USE-02"
         )
     return folders
+
+
+def _mixed(others: Sequence[str]) -> SpecError:
+    """Return the error of words beside run folders that are none: modes, or folders that are no runs."""
+    from rcq_cli.presets import MODES
+
+    modes = [word for word in others if word.partition(":")[0] in MODES.names()]
+    if modes:
+        return SpecError(
+            "modes and run folders do not mix in one comparison",
+            why=f"no run folder: {', '.join(modes)}",
+            fix="run the mode first (rcq eval), then compare the folders",
+            id="RCQ-USE-02",
+        )
+    word = others[0]
+    why = "it has no spec.json" if Path(word).is_dir() else "there is no such folder, and no mode of that name"
+    return SpecError(f"{word!r} is no run folder", why, "name a folder below --out", "RCQ-USE-11")
 
 
 def _means_folder(word: str) -> bool:
