@@ -39,11 +39,6 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
 
 
-def _scores(value: Any) -> bool:
-    """Say whether a value can be the scores of a sample; an accuracy is a share."""
-    return _NUMBERS(value) and 0 <= (value.get("accuracy") or 0) <= 1
-
-
 _TEXT, _WHOLE, _NUMBER, _FLAG, _TABLE = _is(str), _is(int), _number, _is(bool), _is(dict)
 _NUMBERS = _table_of(_or_none(_NUMBER))
 _INTERVAL = _or_none(lambda value: isinstance(value, list) and len(value) == 2 and all(map(_NUMBER, value)))
@@ -58,7 +53,7 @@ ROW: Mapping[str, Check] = {
     "fill_ratio": _or_none(_NUMBER),
     "meta": _TABLE,
     "status": lambda value: value in STATUSES,
-    "scores": _or_none(_scores),
+    "scores": _or_none(_NUMBERS),
     "engaged": _or_none(_TABLE),
     "bytes": _or_none(_table_of(_WHOLE)),
     "steps": _FLAG,
@@ -75,6 +70,9 @@ NEEDED_OF_ROW = (
     "meta",
     "steps",
 )
+SHARES = ("accuracy", "critical_recall")
+POSITIVE = ("perplexity",)
+"""Metrics whose range is known: those of the built-in tasks. One of a user's task may be any number."""
 ANSWERED = ("scores", "engaged", "output_ids", "text")
 """What a row of status ok must hold."""
 
@@ -127,6 +125,18 @@ def check_rows(rows: Sequence[Record], where: object) -> None:
         _check(row, ROW, NEEDED_OF_ROW, where)
         if row["status"] == "ok":
             _check(row, dict.fromkeys(ANSWERED, lambda value: value is not None), ANSWERED, where)
+
+
+def check_scores(rows: Sequence[Record], score_key: str, where: object) -> None:
+    """Raise `BrokenRun` unless every answered row has a score, and one that the metric can take."""
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        score = row["scores"].get(score_key)
+        if score is None:
+            raise _broken(where, f"scores.{score_key}", "is missing")
+        if (score_key in SHARES and not 0 <= score <= 1) or (score_key in POSITIVE and score <= 0):
+            raise _broken(where, f"scores.{score_key}", f"cannot be {_shown(score)}")
 
 
 def check_telemetry(found: Sequence[Record], where: object) -> None:

@@ -334,6 +334,36 @@ def test_a_score_that_cannot_be_is_not_resumed_from(tmp_path, score):
 
 
 @pytest.mark.parametrize(
+    ("key", "scores"),
+    [
+        ("accuracy", {}),
+        ("accuracy", {"accuracy": None}),
+        ("accuracy", {"accuracy": 7}),
+        ("critical_recall", {"critical_recall": -1}),
+        ("perplexity", {"perplexity": 0}),
+        ("perplexity", {"perplexity": -3}),
+    ],
+)
+def test_a_score_that_the_metric_cannot_take_is_not_reported(tmp_path, key, scores):
+    folder = unfinished(tmp_path)
+    edited(folder, scores=scores)
+    contract = json.loads((folder / "contract.json").read_text())
+    contract["facts"]["score_key"] = key
+    (folder / "contract.json").write_text(json.dumps(contract))
+    with pytest.raises(BrokenRun, match=key) as caught:
+        RunReader(folder).cells()
+    assert caught.value.id == "RCQ-RUN-03"
+
+
+@pytest.mark.parametrize("scores", [{}, {"accuracy": None}])
+def test_a_row_without_its_score_is_not_resumed_from(tmp_path, scores):
+    edited(unfinished(tmp_path), scores=scores)
+    with pytest.raises(BrokenRun, match="accuracy") as caught:
+        execute(tmp_path, Engine(), batch("certified"), resume=True)
+    assert caught.value.id == "RCQ-RUN-03"
+
+
+@pytest.mark.parametrize(
     "change", [{"sample_id": "stub/32/99"}, {"index": 10**30}, {"prompt_ids_sha256": "0"}]
 )
 def test_a_row_of_another_sample_is_answered_again(tmp_path, change):
