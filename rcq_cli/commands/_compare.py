@@ -323,9 +323,7 @@ _CAUSES = {
     5: "runs not comparable",
     6: "incomplete or unfit run",
 }
-_FIX_OF_TIMES = (
-    f"let one rcq compare run the modes with --samples {FEWEST_BLOCKS} or more, or leave the gate on times out"
-)
+_FIX_OF_TIMES = f"run the modes in one rcq compare with --samples {FEWEST_BLOCKS} or more, or gate no times"
 _FIXES = {
     3: "use a safer mode, or decide on another margin before the next run; --exit-zero only reports",
     4: "report this with the run folder; do not use the mode on this model",

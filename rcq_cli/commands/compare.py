@@ -181,7 +181,7 @@ def _mixed(others: Sequence[str]) -> SpecError:
             id="RCQ-USE-02",
         )
     word = others[0]
-    why = "it has no spec.json" if Path(word).is_dir() else "there is no such folder, and no mode of that name"
+    why = "it has no spec.json" if Path(word).is_dir() else "there is no folder and no mode of that name"
     return SpecError(f"{word!r} is no run folder", why, "name a folder below --out", "RCQ-USE-11")
 
 

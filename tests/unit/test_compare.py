@@ -219,7 +219,7 @@ def test_a_gate_expression_fails_or_is_refused(published, capsys):
 def test_a_folder_that_is_no_run_is_named_with_the_reason(tmp_path, published, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "h").mkdir()
-    for word, why in (("h", "no spec.json"), ("nowhere", "no such folder")):
+    for word, why in (("h", "no spec.json"), ("nowhere", "no folder and no mode")):
         code, _, err = ask(capsys, "compare", published[0], word)
         assert code == 2
         assert f"{word!r} is no run folder" in err
