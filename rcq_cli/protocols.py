@@ -108,11 +108,7 @@ class TaskRequest:
 
 
 class Task(Protocol):
-    """One file of `tasks/`, exposed as `TASK`.
-
-    A task that knows all keys of its scores beforehand also has `further_metrics`, those beside `score_key`:
-    a gate on any other is then refused before work. Not every run has to have each of them.
-    """
+    """One file of `tasks/`, exposed as `TASK`."""
 
     name: str
     summary: str
@@ -126,6 +122,8 @@ class Task(Protocol):
     """`name@version` of the primary metric."""
     score_key: str
     """Key of the primary metric in what `score` returns, and its name in the JSON (`accuracy`)."""
+    further_metrics: tuple[str, ...] | None
+    """Every other key that `score` may return; None where only the samples tell."""
     higher_is_better: bool
     minimum_ctx: int
     default_samples: Mapping[str, int]

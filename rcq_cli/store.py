@@ -342,7 +342,7 @@ class RunReader:
         stored.check_rows(rows, self.folder / name)
         facts = self.facts
         if facts is not None:
-            stored.check_scores(rows, facts.score_key, self.folder / name)
+            stored.check_scored(rows, facts.score_key, self.folder / name)
         return records.ordered(last_by_key(rows).values(), facts.parts if facts else ())
 
     def timings(self) -> dict[str, dict[str, Any]]:

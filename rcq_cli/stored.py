@@ -70,9 +70,11 @@ NEEDED_OF_ROW = (
     "meta",
     "steps",
 )
-SHARES = ("accuracy", "critical_recall")
-POSITIVE = ("perplexity",)
-"""Metrics whose range is known: those of the built-in tasks. One of a user's task may be any number."""
+SCORES: Mapping[str, Check] = {
+    **dict.fromkeys(("accuracy", "critical_recall"), _or_none(lambda value: 0 <= value <= 1)),
+    "perplexity": _or_none(lambda value: value > 0),
+}
+"""What scores of these names can be, whichever task gives them; one of another name may be any number."""
 ANSWERED = ("scores", "engaged", "output_ids", "text")
 """What a row of status ok must hold."""
 
@@ -123,20 +125,16 @@ def check_rows(rows: Sequence[Record], where: object) -> None:
     """Raise `BrokenRun` unless every record is the row of a sample."""
     for row in rows:
         _check(row, ROW, NEEDED_OF_ROW, where)
+        _check(row.get("scores") or {}, SCORES, (), where, "scores.")
         if row["status"] == "ok":
             _check(row, dict.fromkeys(ANSWERED, lambda value: value is not None), ANSWERED, where)
 
 
-def check_scores(rows: Sequence[Record], score_key: str, where: object) -> None:
-    """Raise `BrokenRun` unless every answered row has a score, and one that the metric can take."""
+def check_scored(rows: Sequence[Record], score_key: str, where: object) -> None:
+    """Raise `BrokenRun` unless every answered row, checked before, has a score of the main metric."""
     for row in rows:
-        if row["status"] != "ok":
-            continue
-        score = row["scores"].get(score_key)
-        if score is None:
-            raise _broken(where, f"scores.{score_key}", "is missing")
-        if (score_key in SHARES and not 0 <= score <= 1) or (score_key in POSITIVE and score <= 0):
-            raise _broken(where, f"scores.{score_key}", f"cannot be {_shown(score)}")
+        if row["status"] == "ok":
+            _check(row["scores"], {score_key: _NUMBER}, (score_key,), where, "scores.")
 
 
 def check_telemetry(found: Sequence[Record], where: object) -> None:
@@ -183,13 +181,15 @@ def changed(path: Path) -> BrokenRun:
     )
 
 
-def _check(record: Record, table: Mapping[str, Check], needed: Sequence[str], where: object) -> None:
+def _check(
+    record: Record, table: Mapping[str, Check], needed: Sequence[str], where: object, inside: str = ""
+) -> None:
     for name in needed:
         if name not in record:
-            raise _broken(where, name, "is missing")
+            raise _broken(where, inside + name, "is missing")
     for name, check in table.items():
         if name in record and not check(record[name]):
-            raise _broken(where, name, f"cannot be {_shown(record[name])}")
+            raise _broken(where, inside + name, f"cannot be {_shown(record[name])}")
 
 
 def _shown(value: Any) -> str:

@@ -128,6 +128,11 @@ class YamlTask:
         return str(self.settings["metric_list"][0]["metric"])
 
     @property
+    def further_metrics(self) -> tuple[str, ...]:
+        """Return the metrics after the first."""
+        return tuple(str(entry["metric"]) for entry in self.settings["metric_list"][1:])
+
+    @property
     def minimum_ctx(self) -> int:
         """Return the smallest context the file allows."""
         return int(self.settings["rcq"].get("minimum_ctx", 64))

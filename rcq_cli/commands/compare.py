@@ -10,7 +10,7 @@ import typer
 
 from rcq_cli.commands import _compare_options as c
 from rcq_cli.commands import _options as o
-from rcq_cli.errors import RcqError, SpecError
+from rcq_cli.errors import RcqError, SpecError, UnknownEntry
 
 if TYPE_CHECKING:
     from rcq_cli.baseline import Baseline
@@ -170,9 +170,7 @@ def run_folders(words: Sequence[str]) -> list[Path]:
 
 def _mixed(others: Sequence[str]) -> SpecError:
     """Return the error of words beside run folders that are none: modes, or folders that are no runs."""
-    from rcq_cli.presets import MODES
-
-    modes = [word for word in others if word.partition(":")[0] in MODES.names()]
+    modes = [word for word in others if _means_mode(word)]
     if modes:
         return SpecError(
             "modes and run folders do not mix in one comparison",
@@ -183,6 +181,15 @@ def _mixed(others: Sequence[str]) -> SpecError:
     word = others[0]
     why = "it has no spec.json" if Path(word).is_dir() else "there is no folder and no mode of that name"
     return SpecError(f"{word!r} is no run folder", why, "name a folder below --out", "RCQ-USE-11")
+
+
+def _means_mode(word: str) -> bool:
+    from rcq_cli.presets import MODES
+
+    try:
+        return bool(MODES.resolve(word.partition(":")[0]))
+    except UnknownEntry:
+        return False
 
 
 def _means_folder(word: str) -> bool:
@@ -278,8 +285,7 @@ def _cells_of(plan: Plan) -> dict[tuple[str, int | None], tuple[str, ...] | None
     for batch in plan.batches:
         spec = batch[0]
         task = TASKS.load(spec.task_name)
-        further = getattr(task, "further_metrics", None)
-        metrics = None if further is None else (task.score_key, *further)
+        metrics = None if task.further_metrics is None else (task.score_key, *task.further_metrics)
         parts = (spec.part,) if spec.part else task.parts
         cells |= {(spec.cell_task(part), spec.ctx): metrics for part in parts}
     return cells

@@ -225,7 +225,8 @@ def test_a_folder_that_is_no_run_is_named_with_the_reason(tmp_path, published, c
         assert f"{word!r} is no run folder" in err
         assert why in err
         assert "do not mix" not in err
-    assert "do not mix" in ask(capsys, "compare", published[0], "naive:group=32")[2]
+    for mode in ("naive:group=32", "zipc"):  # a unique leading word is a name as well
+        assert "do not mix" in ask(capsys, "compare", published[0], mode)[2]
 
 
 def test_the_table_tells_everything_and_is_complete_when_piped(tmp_path, published, capsys):

@@ -326,8 +326,12 @@ def unfinished(tmp_path):
 
 
 @pytest.mark.parametrize("score", [7, -1, float("nan"), float("inf")])
-def test_a_score_that_cannot_be_is_not_resumed_from(tmp_path, score):
-    edited(unfinished(tmp_path), scores={"accuracy": score})
+@pytest.mark.parametrize("main", [{}, {"exact": 1.0}])
+def test_a_score_that_cannot_be_is_not_resumed_from(tmp_path, task, score, main):
+    """An accuracy is a share also where another metric is the main one."""
+    task.score_key = next(iter(main), "accuracy")
+    task.score = lambda *_: main | {"accuracy": 1.0}
+    edited(unfinished(tmp_path), scores=main | {"accuracy": score})
     with pytest.raises(BrokenRun, match="scores") as caught:
         execute(tmp_path, Engine(), batch("certified"), resume=True)
     assert caught.value.id == "RCQ-RUN-03"

@@ -77,7 +77,7 @@ def test_fields_fill_the_prompt_and_the_references(make):
 def test_the_answer_ends_where_until_says_and_metrics_keep_their_order(make):
     task = make()
     sample = build(task)[0]
-    assert task.score_key == "exact_match"
+    assert (task.score_key, task.further_metrics) == ("exact_match", ("qa_f1",))
     assert list(scored(task, sample, "town\nand more")) == ["exact_match", "qa_f1"]
     assert scored(task, sample, " TOWN \nand more")["exact_match"] == 1
     assert scored(task, sample, "the town")["exact_match"] == 0
