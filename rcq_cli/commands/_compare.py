@@ -242,7 +242,7 @@ def parts_of(
     facts, spec = reference.reader.facts, reference.reader.spec
     if facts is None:
         return []
-    margin = _margin(spec, rules)
+    margin = margin_of(spec, rules)
     found = []
     for part in facts.parts:
         pair = PairSpec(
@@ -270,7 +270,8 @@ def parts_of(
     return found
 
 
-def _margin(spec: RunSpec, rules: Rules) -> float:
+def margin_of(spec: RunSpec, rules: Rules) -> float:
+    """Return the margin that was asked for, else that of the task for the preset."""
     if rules.margin is not None:
         return rules.margin
     margins = TASKS.load(spec.task_name).margins

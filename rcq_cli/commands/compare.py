@@ -239,12 +239,13 @@ def _rules(given: dict[str, Json]) -> Rules:
     from rcq_cli.commands._compare import INTERVALS, Rules
     from rcq_cli.commands._run import Limits, read_runs
     from rcq_cli.pairing import SMALLEST_ALPHA
+    from rcq_cli.stats import SMALLEST_MARGIN
 
     o.choose(given["cluster"], ("auto", "none"), "--cluster")
     o.choose(given["interval"], INTERVALS, "--interval")
     return Rules(
         limits=Limits(o.whole(given["max_errors"], "--max-errors", 0) or 0, given["allow_inactive"]),
-        margin=o.between(given["margin"], "--margin", 1.0),
+        margin=o.between(given["margin"], "--margin", 1.0, SMALLEST_MARGIN),
         alpha=o.between(given["alpha"], "--alpha", 0.5, SMALLEST_ALPHA) or 0.025,
         interval=given["interval"],
         mid_p=given["midp"],
@@ -256,17 +257,25 @@ def _rules(given: dict[str, Json]) -> Rules:
         exit_zero=given["exit_zero"],
         expected=gates.parse_expectations(given["expect"] or ()),
         fail_on=tuple(gates.parse_gate(text) for text in given["fail_on"] or ()),
-        latency_margin=o.between(given["latency_margin"], "--latency-margin", 100.0),
-        flip_margin=o.between(given["flip_margin"], "--flip-margin", 1.0) or 0.02,
+        latency_margin=o.between(given["latency_margin"], "--latency-margin", 100.0, SMALLEST_MARGIN),
+        flip_margin=o.between(given["flip_margin"], "--flip-margin", 1.0, SMALLEST_MARGIN) or 0.02,
         noise=tuple(read_runs(Path(run) for run in given["noise_floor"] or ())),
         baseline=_baseline(given["baseline"], given["update_baseline"]),
     )
 
 
 def _check_gates(plan: Plan, rules: Rules) -> None:
-    """Refuse a gate that no cell of the plan can meet and an expectation of no arm, before anything runs."""
-    from rcq_cli import gates
+    """Refuse before anything runs what could not be judged after it.
 
+    That is a margin out of range, a gate that no cell of the plan can meet, and an expectation of no arm.
+    """
+    from rcq_cli import gates
+    from rcq_cli.commands._compare import margin_of
+    from rcq_cli.pairing import check_margin
+    from rcq_cli.presets import TASKS
+
+    for spec, *_ in plan.batches:
+        check_margin(margin_of(spec, rules), spec.task_title, TASKS.load(spec.task_name).score_key)
     cells = _cells_of(plan)
     for gate in rules.fail_on:
         meant = [metrics for cell, metrics in cells.items() if gate.matches(*cell)]

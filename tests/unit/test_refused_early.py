@@ -29,6 +29,10 @@ def refused(*words: str, cwd: Path) -> str:
     ("words", "said"),
     [
         (("compare", "dense", "certified", *SMALL, "--alpha", "1e-17"), "between 1e-09 and 0.5"),
+        (("compare", "dense", "certified", *SMALL, "--margin", "1e-320"), "between 1e-09 and 1"),
+        (("compare", "dense", "certified", *SMALL, "--latency-margin", "1e-320"), "between 1e-09 and 100"),
+        (("compare", "dense", "certified", *SMALL, "--flip-margin", "inf"), "between 1e-09 and 1"),
+        (("compare", "dense", "snapkv", *SMALL, "--match", "bytes=1e-320"), "from 0.0001 to 4"),
         (("eval", "--ctx", "512", "--samples", "9" * 20), "1 to 1000000000"),
         (("eval", *SMALL, "-T", "depths=0:100:1e-9"), "at most 1001 depths"),
         (("eval", "--ctx", "1m", "--samples", "1"), "above what needle"),
