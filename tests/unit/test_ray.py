@@ -102,7 +102,7 @@ def desk(fatal=(), count=2):
     fake = FakeRay(fatal)
     settings = _worker.Settings(SPEC.to_json(), 1)
     pool = executor.Pool(fake, settings, count, {})
-    return fake, RemoteDesk(pool, (SPEC, SPEC.but(mode="certified")), RemoteEngine({}, "auto", ()))
+    return fake, RemoteDesk(pool, (SPEC, SPEC.but(mode="certified")), RemoteEngine(pool, {}, "auto", ()))
 
 
 def answers(made, turns):
