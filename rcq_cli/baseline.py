@@ -13,6 +13,7 @@ from typing import Any
 from rcq_cli.contract import LEVELS, Level
 from rcq_cli.errors import SpecError
 from rcq_cli.registry import did_you_mean
+from rcq_cli.stats import SMALLEST_MARGIN
 
 Json = Any
 Record = Mapping[str, Json]
@@ -175,9 +176,8 @@ def _check_tolerance(path: Path, where: str, tol: Record) -> None:
         raise _refused(path, f"{where}: tol.kind {kind!r} is not allowed", f"allowed: {', '.join(KINDS)}")
     value = tol.get(KINDS[kind])
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    high = 1.0 if kind == "stat" else math.inf
-    low = kind == "stat" and not value
-    if set(tol) != {"kind", KINDS[kind]} or not number or low or not 0 <= float(value or 0) < high:
+    low, high = (SMALLEST_MARGIN, 1.0) if kind == "stat" else (0.0, math.inf)
+    if set(tol) != {"kind", KINDS[kind]} or not number or not low <= float(value or 0) < high:
         allowed = f"allowed: {{kind: {kind}, {KINDS[kind]}: NUMBER}}"
         raise _refused(path, f"{where}: tol {dict(tol)!r} is not allowed", allowed)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rcq_cli.errors import SpecError
 from rcq_cli.records import WAIVED
+from rcq_cli.stats import SMALLEST_MARGIN
 
 SMALLEST_ALPHA = 1e-9
 """Quantiles further out are beyond what float64 resolves next to 1."""
@@ -17,6 +18,18 @@ RATIO_METRICS = ("perplexity",)
 
 _SETTINGS = ("max_new_tokens", "stop_ids", "seed")
 _LISTED = 5
+
+
+def check_margin(margin: float, task: str, metric: str) -> None:
+    """Raise `SpecError` for a margin that no verdict can be given at."""
+    if not SMALLEST_MARGIN <= margin < 1:
+        relative = metric in RATIO_METRICS
+        raise SpecError(
+            f"margin {margin} of {task} is not allowed",
+            why="the margin of perplexity is relative: 0.02 for a ratio of 1.02" if relative else "",
+            fix=f"allowed: a number from {SMALLEST_MARGIN:g} to below 1",
+            id="RCQ-USE-20",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +72,7 @@ class PairSpec:
     max_missing: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin < 1:
-            what = f"margin {self.margin} of {self.task} is not between 0 and 1"
-            why = "the margin of perplexity is relative: 0.02 for a ratio of 1.02" if self.log_ratio else ""
-            raise SpecError(what, why, id="RCQ-USE-20")
+        check_margin(self.margin, self.task, self.metric)
         if not SMALLEST_ALPHA <= self.alpha < 0.5:
             what = f"alpha {self.alpha} is not between {SMALLEST_ALPHA:g} and 0.5"
             raise SpecError(what, id="RCQ-USE-21")

@@ -10,7 +10,7 @@ from rcq_cli.errors import SpecError, UnknownEntry
 from rcq_cli.options import options_dict, parse_options, parse_tokens, split_label, split_pairs
 from rcq_cli.protocols import Mode, Task
 from rcq_cli.registry import Registry, did_you_mean
-from rcq_cli.settings import load_preset, load_settings
+from rcq_cli.settings import Settings, load_preset, load_settings
 from rcq_cli.spec import DTYPES, RunSpec, is_file_name
 from rcq_cli.task_files import TaskRegistry, name_on_command_line
 
@@ -21,7 +21,6 @@ BACKENDS: Registry[Any] = Registry("rcq_cli.kernels", "BACKEND", "backend")
 Batch = tuple[RunSpec, ...]
 """Specs that differ in mode only, so they share prompts and prefills; the first is the reference."""
 
-MOST_SAMPLES = 10**9
 _DEFAULTS: dict[str, Any] = {
     "model": "needle",
     "tasks": ["niah"],
@@ -99,7 +98,7 @@ def resolve(command: str, flags: Flags, *, folder: Path | None = None) -> Plan:
     """
     for task in flags.tasks:
         name_on_command_line(task)
-    return _Resolver(command, flags, load_settings(folder or Path.cwd())).plan()
+    return _Resolver(command, flags, _with_full_names(load_settings(folder or Path.cwd()))).plan()
 
 
 @dataclass(slots=True)
@@ -119,20 +118,19 @@ class _Resolver:
         labels = [self._mode(label) for label in self._labels()]
         _check_different(labels)
         batches = []
-        for name in _listed(self.pick("tasks").value, "tasks"):
-            entry, task, part = _task(name)
-            full = f"{entry}/{part}" if part else entry
+        for name in _listed(self.pick("tasks").value):
+            full = _full_name(name)
+            task = TASKS.load(_entry_of(full))
             _check_modes(task, labels)
             for ctx in self._contexts(task, full):
                 batches.append(tuple(self._spec(task, full, ctx, mode) for mode in labels))
         self._check_flag_options(batches)
-        workers = self.pick("workers").value
         return Plan(
             tuple(batches),
             tuple(self.notes),
             Path(self.pick("out").value),
             self.pick("executor").value,
-            None if workers is None else _whole(workers, "workers"),
+            self.pick("workers").value,
             self.pick("address").value,
         )
 
@@ -152,7 +150,7 @@ class _Resolver:
             chosen = "smoke"
         if chosen is None:
             return
-        self.preset, self.values = chosen, load_preset(chosen)
+        self.preset, self.values = chosen, _with_full_names(load_preset(chosen))
         for name in self.values.get("needs", ()):
             if self.pick(name).origin == "default":
                 raise SpecError(f"preset {chosen} needs --{name}", fix=f"add --{name} NAME", id="RCQ-USE-09")
@@ -161,8 +159,8 @@ class _Resolver:
     def _labels(self) -> list[str]:
         if self.command != "compare":
             label = Chosen(self.flags.modes[0], "flag") if self.flags.modes else self.pick("mode")
-            return [str(label.value)]
-        return _listed(self.pick("modes").value or (), "modes")
+            return [label.value]
+        return _listed(self.pick("modes").value or ())
 
     def _mode(self, label: str) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Return the label with the full name, every option of the mode, and the origin of those given."""
@@ -191,12 +189,8 @@ class _Resolver:
                 )
             return [None]
         chosen = self.pick("ctx")
-        texts = (
-            ["8k"]
-            if chosen.origin == "default" and self.command == "profile"
-            else _listed(chosen.value, "ctx")
-        )
-        sizes = list(dict.fromkeys(parse_tokens(str(text)) for text in texts))
+        texts = ["8k"] if chosen.origin == "default" and self.command == "profile" else _listed(chosen.value)
+        sizes = list(dict.fromkeys(map(parse_tokens, texts)))
         for size in sizes:
             if size < task.minimum_ctx:
                 what = f"--ctx {size} is below the minimum of task {name}"
@@ -221,18 +215,18 @@ class _Resolver:
         origins |= {f"task_options.{key}": origin for key, origin in task_origins.items()}
         origins |= {f"mode_options.{key}": origin for key, origin in mode_origins.items()}
         spec = RunSpec(
-            model="none" if ctx is None else str(plain["model"].value),
+            model="none" if ctx is None else plain["model"].value,
             task=name,
             mode=label,
             ctx=ctx,
             samples=samples.value,
             task_options=options,
             mode_options=mode_options,
-            seed=_whole(plain["seed"].value, "seed"),
-            backend=_backend(str(plain["backend"].value)),
-            device=_device(str(plain["device"].value)),
-            dtype=_dtype(str(plain["dtype"].value)),
-            audit=_share(plain["audit"].value),
+            seed=plain["seed"].value,
+            backend=_backend(plain["backend"].value),
+            device=_device(plain["device"].value),
+            dtype=_dtype(plain["dtype"].value),
+            audit=plain["audit"].value,
             controls=controls,
             keep_prompts=self.flags.keep_prompts,
             preset=self.preset,
@@ -251,8 +245,8 @@ class _Resolver:
 
     def _task_options(self, task: Task, name: str) -> tuple[dict[str, Any], dict[str, str], bool]:
         """Return every option of the task, the origin of those given, and whether controls run."""
-        entry = name if is_file_name(name) else name.partition("/")[0]
-        alone = len(_listed(self.pick("tasks").value, "tasks")) == 1
+        entry = _entry_of(name)
+        alone = len(_listed(self.pick("tasks").value)) == 1
         flag = split_pairs(self.flags.task_options, "-T")
         controls = str(flag.pop("controls", "on")).lower()
         if controls not in ("on", "off"):
@@ -270,11 +264,8 @@ class _Resolver:
         chosen = self.pick("samples")
         value = chosen.value
         if isinstance(value, Mapping):
-            value = value.get(name, value.get(name.partition("/")[0]))
+            value = value.get(name, value.get(_entry_of(name)))
         if value is not None:
-            if _whole(value, "samples") > MOST_SAMPLES:
-                allowed = f"allowed: 1 to {MOST_SAMPLES}"
-                raise SpecError(f"samples={value} is not allowed", fix=allowed, id="RCQ-USE-07")
             return Chosen(value, chosen.origin)
         sizes = task.default_samples
         if self.preset is not None and self.preset in sizes:
@@ -321,18 +312,39 @@ def _merge(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, A
     return given, origins
 
 
-def _task(name: str) -> tuple[str, Task, str]:
-    """Return the registry name, the task and the part that `ruler/vt` means."""
+def _with_full_names(layer: Settings) -> dict[str, Any]:
+    """Return the values, tables by task or mode under full names; raise `SpecError` for what names none."""
+    values = dict(layer.values)
+    for key, full_name in (
+        ("samples", _full_name),
+        ("task_options", TASKS.resolve),
+        ("mode_options", MODES.resolve),
+    ):
+        if isinstance(values.get(key), Mapping):
+            try:
+                values[key] = {full_name(name): entry for name, entry in values[key].items()}
+            except UnknownEntry as error:
+                what = f"{key} in {layer.where}: {error.what}"
+                raise SpecError(what, fix=error.fix, id="RCQ-USE-08") from error
+    return values
+
+
+def _full_name(name: str) -> str:
+    """Return the task that `name` means as runs call it: `ruler/vt`, of a task that is a file its path."""
     typed, slash, part = (name, "", "") if is_file_name(name) else name.partition("/")
     entry = TASKS.resolve(typed)
-    task = TASKS.load(entry)
-    if slash and part not in task.parts:
-        parts = tuple(filter(None, task.parts))
+    if slash and part not in TASKS.load(entry).parts:
+        parts = tuple(filter(None, TASKS.load(entry).parts))
         known = f"known: {', '.join(parts)}" if parts else "it has none"
         raise UnknownEntry(
             f"task {entry} has no part {part!r}", fix=did_you_mean(part, parts) + known, id="RCQ-USE-01"
         )
-    return entry, task, part
+    return f"{entry}/{part}" if part else entry
+
+
+def _entry_of(name: str) -> str:
+    """Return the registry name of a task with or without its part."""
+    return name if is_file_name(name) else name.partition("/")[0]
 
 
 def _check_different(modes: Sequence[tuple[str, Mapping[str, Any], Any]]) -> None:
@@ -366,29 +378,11 @@ def _cut(label: str) -> tuple[str, str, str]:
     return label.strip().partition(":")
 
 
-def _listed(value: Any, noun: str) -> list[str]:
-    """Return a list of texts from a tuple of flags, a list of a file or one text."""
+def _listed(value: Any) -> list[str]:
+    """Return a list of texts from a tuple of flags, a list of a file, one text or one number."""
     if isinstance(value, str | int):
-        value = [part.strip() for part in str(value).split(",")]
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(part, str | int) and str(part) for part in value
-    ):
-        raise SpecError(
-            f"{noun} {value!r} is no list of names", fix="allowed: NAME or NAME,NAME", id="RCQ-USE-08"
-        )
-    return [str(part) for part in value]
-
-
-def _whole(value: Any, noun: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SpecError(f"{noun} {value!r} is no whole number", id="RCQ-USE-07")
-    return value
-
-
-def _share(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SpecError(f"audit {value!r} is no share", fix="allowed: 0.0 to 1.0", id="RCQ-USE-07")
-    return float(value)
+        value = str(value).split(",")
+    return [str(part).strip() for part in value]
 
 
 def _backend(name: str) -> str:

@@ -122,6 +122,8 @@ class Task(Protocol):
     """`name@version` of the primary metric."""
     score_key: str
     """Key of the primary metric in what `score` returns, and its name in the JSON (`accuracy`)."""
+    further_metrics: tuple[str, ...] | None
+    """Every other key that `score` may return; None where only the samples tell."""
     higher_is_better: bool
     minimum_ctx: int
     default_samples: Mapping[str, int]

@@ -9,13 +9,16 @@ import os
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from rcq_cli.glyphs import View
-from rcq_cli.table import Cell, Column, Table
+from rcq_cli.table import Cell, Table
 
 GAP = 2
 """Spaces between two columns."""
+NARROWEST = 16
+"""Room in which a folded column can still be read."""
 
 _STYLES = {
     "good": "green",
@@ -39,19 +42,39 @@ def cell_width(text: str) -> int:
     )
 
 
-def bands(widths: Sequence[int], limit: int | None) -> list[list[int]]:
-    """Split columns into bands that fit `limit`, each opened by column 0; a wider column stands alone."""
+class Place(NamedTuple):
+    """A column in a band, and the room it has there."""
+
+    column: int
+    width: int
+
+
+def bands(widths: Sequence[int], limit: int | None) -> list[list[Place]]:
+    """Split columns into bands that fit `limit`, each opened by column 0.
+
+    A column that is too wide to stand beside column 0 gets the room that is left, and is folded there.
+    """
     if limit is None:
-        return [list(range(len(widths)))]
-    out: list[list[int]] = []
-    used = limit + 1
-    for index in range(1, len(widths)):
-        if used + GAP + widths[index] > limit:
-            out.append([0])
-            used = widths[0]
-        out[-1].append(index)
-        used += GAP + widths[index]
-    return out or [[0]]
+        return [[Place(i, width) for i, width in enumerate(widths)]]
+    first = Place(0, _opening(widths, limit))
+    alone = limit - first.width - GAP
+    out: list[list[Place]] = []
+    room = 0
+    for index, width in enumerate(widths[1:], 1):
+        if min(width, NARROWEST if width > alone else width) > room:
+            out.append([first])
+            room = alone
+        place = Place(index, max(min(width, room), 1))
+        out[-1].append(place)
+        room -= place.width + GAP
+    return out or [[first]]
+
+
+def _opening(widths: Sequence[int], limit: int) -> int:
+    """Return the room of column 0: its width, less where the widest other one would get too little."""
+    others = min(max(widths[1:], default=0), NARROWEST)
+    least = max((limit - GAP) // 2, limit - GAP - others) if others else limit
+    return max(min(widths[0], least), 1)
 
 
 def table_lines(table: Table, view: View) -> Iterator[str]:
@@ -65,24 +88,34 @@ def table_lines(table: Table, view: View) -> Iterator[str]:
     for number, band in enumerate(bands(widths, view.width) if widths else ()):
         if number:
             yield ""
-        yield _line([Cell(table.columns[i].title, "strong") for i in band], band, table.columns, widths, view)
-        yield view.glyphs.line * (sum(widths[i] for i in band) + GAP * (len(band) - 1))
+        yield from _lines([Cell(column.title, "strong") for column in table.columns], band, table, view)
+        yield view.glyphs.line * (sum(place.width for place in band) + GAP * (len(band) - 1))
         for row in table.rows:
-            yield _line([row[i] for i in band], band, table.columns, widths, view)
+            yield from _lines(row, band, table, view)
     for note in table.notes:
         yield from (paint(line, "faint", view) for line in _wrap(note, view.width, "  "))
 
 
-def _line(
-    cells: list[Cell], band: list[int], columns: Sequence[Column], widths: list[int], view: View
-) -> str:
-    parts = []
-    for cell, index in zip(cells, band, strict=True):
-        room = " " * (widths[index] - cell_width(cell.text))
-        shown, style = (cell.text, cell.style) if cell.style != "spark" else (bars(cell.text, view), "")
-        text = room + shown if columns[index].right else shown + room * (index != band[-1])
-        parts.append(paint(text, style, view))
-    return (" " * GAP).join(parts).rstrip()
+def _lines(row: Sequence[Cell], band: Sequence[Place], table: Table, view: View) -> Iterator[str]:
+    """Yield the lines of one row in one band: as many as its most folded cell has."""
+    folded = [_folded(row[place.column].text, place.width) for place in band]
+    for texts in zip_longest(*folded, fillvalue=""):
+        parts = []
+        for text, place in zip(texts, band, strict=True):
+            room = " " * (place.width - cell_width(text))
+            style = row[place.column].style
+            shown, style = (text, style) if style != "spark" else (bars(text, view), "")
+            right = table.columns[place.column].right
+            parts.append(paint(room + shown if right else shown + room * (place != band[-1]), style, view))
+        yield (" " * GAP).join(parts).rstrip()
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Return the text in pieces of at most `width` columns, cut between words where that is possible."""
+    if cell_width(text) <= width:
+        return [text]
+    wide = 1 if cell_width(text) == len(text) else 2
+    return textwrap.wrap(text, max(width // wide, 1)) or [""]
 
 
 def bars(levels: str, view: View) -> str:
@@ -93,7 +126,7 @@ def bars(levels: str, view: View) -> str:
 def _wrap(text: str, width: int | None, indent: str) -> list[str]:
     if width is None:
         return [text]
-    return textwrap.wrap(text, max(width, 20), subsequent_indent=indent, break_long_words=False) or [""]
+    return textwrap.wrap(text, max(width, 20), subsequent_indent=indent) or [""]
 
 
 def paint(text: str, style: str, view: View) -> str:

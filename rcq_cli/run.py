@@ -19,6 +19,7 @@ from rcq_cli.protocols import Decoded, Loaded, Mode, Sample, Task, TaskRequest
 from rcq_cli.records import OK, Row, TaskFacts
 from rcq_cli.spec import RunSpec
 from rcq_cli.store import ERROR, INTERRUPTED, STARTED, RunWriter, last_by_key
+from rcq_cli.stored import check_scored
 from rcq_cli.telemetry import host
 
 
@@ -188,6 +189,8 @@ class _Arm:
         )
         if not writer.complete:
             arm._agree()
+            check_scored(writer.rows, arm.facts.score_key, writer.folder / "examples.jsonl")
+            check_scored(writer.control_rows, arm.facts.score_key, writer.folder / "controls.jsonl")
             write_contract(writer.folder, known, arm.facts, arm.begun_hash)
             write_json(writer.folder / "environment.json", found)
             arm.mark(STARTED)

@@ -12,6 +12,7 @@ from rcq_cli.registry import did_you_mean
 
 ORIGINS = ("flag", "file", "preset", "default")
 TASK_ENDINGS = (".yaml", ".yml", ".py")
+MOST_SAMPLES = 10**9
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -67,8 +68,8 @@ class RunSpec:
                 raise _refused(name, getattr(self, name), "a name")
         if self.ctx is not None and self.ctx < 1:
             raise _refused("ctx", self.ctx, "1 token or more")
-        if self.samples < 1:
-            raise _refused("samples", self.samples, "1 or more")
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            raise _refused("samples", self.samples, f"1 to {MOST_SAMPLES}")
         if not 0 <= self.seed < 2**63:
             raise _refused("seed", self.seed, "0 to 2^63 - 1")
         if not (math.isfinite(self.audit) and 0.0 <= self.audit <= 1.0):

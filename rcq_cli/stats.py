@@ -368,6 +368,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+SMALLEST_MARGIN = 1e-9
+"""No run has the samples that could pass at a smaller one (see `smallest_passing_n`)."""
+
+
 def smallest_passing_n(margin: float, alpha: float = ALPHA) -> int:
     """Return n0, the fewest pairs that pass at `margin` with none discordant: floor(z^2/mu - z^2) + 1."""
     z2 = normal_quantile(alpha) ** 2

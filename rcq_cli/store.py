@@ -340,8 +340,10 @@ class RunReader:
         if torn:
             self.notes.append(f"{name}: a torn last line was left out")
         stored.check_rows(rows, self.folder / name)
-        parts = self.facts.parts if self.facts else ()
-        return records.ordered(last_by_key(rows).values(), parts)
+        facts = self.facts
+        if facts is not None:
+            stored.check_scored(rows, facts.score_key, self.folder / name)
+        return records.ordered(last_by_key(rows).values(), facts.parts if facts else ())
 
     def timings(self) -> dict[str, dict[str, Any]]:
         """Return the clock's record of each row, by row key."""

@@ -39,11 +39,6 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
 
 
-def _scores(value: Any) -> bool:
-    """Say whether a value can be the scores of a sample; an accuracy is a share."""
-    return _NUMBERS(value) and 0 <= (value.get("accuracy") or 0) <= 1
-
-
 _TEXT, _WHOLE, _NUMBER, _FLAG, _TABLE = _is(str), _is(int), _number, _is(bool), _is(dict)
 _NUMBERS = _table_of(_or_none(_NUMBER))
 _INTERVAL = _or_none(lambda value: isinstance(value, list) and len(value) == 2 and all(map(_NUMBER, value)))
@@ -58,7 +53,7 @@ ROW: Mapping[str, Check] = {
     "fill_ratio": _or_none(_NUMBER),
     "meta": _TABLE,
     "status": lambda value: value in STATUSES,
-    "scores": _or_none(_scores),
+    "scores": _or_none(_NUMBERS),
     "engaged": _or_none(_TABLE),
     "bytes": _or_none(_table_of(_WHOLE)),
     "steps": _FLAG,
@@ -75,6 +70,11 @@ NEEDED_OF_ROW = (
     "meta",
     "steps",
 )
+SCORES: Mapping[str, Check] = {
+    **dict.fromkeys(("accuracy", "critical_recall"), _or_none(lambda value: 0 <= value <= 1)),
+    "perplexity": _or_none(lambda value: value > 0),
+}
+"""What scores of these names can be, whichever task gives them; one of another name may be any number."""
 ANSWERED = ("scores", "engaged", "output_ids", "text")
 """What a row of status ok must hold."""
 
@@ -92,7 +92,8 @@ CELL: Mapping[str, Check] = {
 }
 NEEDED_OF_CELL = ("task", "ctx", "mode", "n", "score", "status", "metric", "metrics", "bytes", "certificates")
 CERTIFICATES: Mapping[str, Check] = {
-    **dict.fromkeys(("head_steps", "certified", "exact", "violations", "audited"), _WHOLE),
+    **dict.fromkeys(("head_steps", "certified", "exact", "audited"), _WHOLE),
+    "violations": _or_none(_WHOLE),
     **dict.fromkeys(("rel_bound_p50", "rel_bound_p95", "rel_error_max"), _or_none(_NUMBER)),
     **dict.fromkeys(("promoted_key_share", "promoted_value_share", "host_to_device_bytes_per_step"), _NUMBER),
     "rungs": lambda value: _table_of(_WHOLE)(value) and set(value) == {"0", "1", "2", "3", "4"},
@@ -125,8 +126,16 @@ def check_rows(rows: Sequence[Record], where: object) -> None:
     """Raise `BrokenRun` unless every record is the row of a sample."""
     for row in rows:
         _check(row, ROW, NEEDED_OF_ROW, where)
+        _check(row.get("scores") or {}, SCORES, (), where, "scores.")
         if row["status"] == "ok":
             _check(row, dict.fromkeys(ANSWERED, lambda value: value is not None), ANSWERED, where)
+
+
+def check_scored(rows: Sequence[Record], score_key: str, where: object) -> None:
+    """Raise `BrokenRun` unless every answered row, checked before, has a score of the main metric."""
+    for row in rows:
+        if row["status"] == "ok":
+            _check(row["scores"], {score_key: _NUMBER}, (score_key,), where, "scores.")
 
 
 def check_telemetry(found: Sequence[Record], where: object) -> None:
@@ -173,13 +182,15 @@ def changed(path: Path) -> BrokenRun:
     )
 
 
-def _check(record: Record, table: Mapping[str, Check], needed: Sequence[str], where: object) -> None:
+def _check(
+    record: Record, table: Mapping[str, Check], needed: Sequence[str], where: object, inside: str = ""
+) -> None:
     for name in needed:
         if name not in record:
-            raise _broken(where, name, "is missing")
+            raise _broken(where, inside + name, "is missing")
     for name, check in table.items():
         if name in record and not check(record[name]):
-            raise _broken(where, name, f"cannot be {_shown(record[name])}")
+            raise _broken(where, inside + name, f"cannot be {_shown(record[name])}")
 
 
 def _shown(value: Any) -> str:

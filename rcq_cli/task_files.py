@@ -22,6 +22,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "parts": ("",),
         "prompt_set": "none",
+        "further_metrics": None,
         "higher_is_better": True,
         "minimum_ctx": 64,
         "default_samples": MappingProxyType({"": 20}),

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import lcm
 from typing import Any, NamedTuple
 
-from rcq_cli.errors import BrokenRun, SpecError
+from rcq_cli.errors import BrokenRun, SpecError, UnsupportedModel
 from rcq_cli.protocols import EncodedPrompt, PromptTokenizer, Sample, TaskRequest
 from rcq_cli.tasks._corpora import Corpus, open_corpus
 from rcq_cli.tasks._fitting import fill_floor, fit
@@ -295,12 +295,14 @@ class _Filling:
         return 100 * (tokens[k][0] - first - others) / total
 
     def _check(self, k: int, prompt: EncodedPrompt, body: Body) -> None:
-        """Raise `BrokenRun` unless each key and value occurs as often as planned and the budget holds."""
+        """Raise `BrokenRun` unless each key and value occurs as often as planned and the budget holds.
+
+        Raises `UnsupportedModel` where the prompt is right and its ids do not give back the values.
+        """
         asked = self.plan.asked[k]
-        decoded = self.tokenizer.decode(prompt.ids)
         planted = (*self.plan.planted, *self.plan.decoys)
         values, keys = [needle.value for needle in planted], [needle.key for needle in planted]
-        counts = [(decoded, value, values.count(value)) for value in asked.values]
+        counts: list[tuple[str, str, int]] = []
         for needle in (*planted, self.context.needles[0]):
             there = keys.count(needle.key) + (asked.text + asked.opening).count(needle.key)
             counts += [
@@ -312,6 +314,10 @@ class _Filling:
                 raise _broken(f"{part!r} occurs {text.count(part)} times in the prompt instead of {expected}")
         if len(prompt.ids) > self.budget:
             raise _broken(f"the prompt has {len(prompt.ids)} tokens, more than its budget of {self.budget}")
+        decoded = self.tokenizer.decode(prompt.ids)
+        for value in asked.values:
+            if decoded.count(value) != values.count(value):
+                raise _changed_by_tokenizer(value, values.count(value), decoded.count(value))
 
 
 def _question_at(prompt: EncodedPrompt, body: str) -> int:
@@ -323,6 +329,15 @@ def _common_prefix(ids: Sequence[Sequence[int]]) -> int:
     """Return how many leading ids all of them share."""
     shortest = min(map(len, ids))
     return next((i for i in range(shortest) if len({part[i] for part in ids}) > 1), shortest)
+
+
+def _changed_by_tokenizer(value: str, planted: int, given_back: int) -> UnsupportedModel:
+    return UnsupportedModel(
+        "the tokenizer of the model does not give back the text it was given",
+        why=f"{value!r} stands {planted} times in the prompt, {given_back} times in what its ids decode to",
+        fix="mend the tokenizer's files (its decoder and normalizer), use -T payload=words, or another model",
+        id="RCQ-MOD-04",
+    )
 
 
 def _broken(what: str) -> BrokenRun:

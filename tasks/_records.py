@@ -29,13 +29,19 @@ class Records(NamedTuple):
     """The records of one file."""
 
     rows: tuple[Record, ...]
+    places: tuple[str, ...]
+    """Where each stands in the file: `line 3`, or `record 3` of a list."""
     sha256: str
 
     def drawn(self, base: int, task: str) -> Iterable[Record]:
         """Return all records in the order that the seed draws; a shorter run takes the first of them."""
+        return (self.rows[i] for i in self.order(base, task))
+
+    def order(self, base: int, task: str) -> list[int]:
+        """Return the places in `rows` of all records in the order that the seed draws."""
         order = list(range(len(self.rows)))
         SplitMix64(seed(base, task, 0, "questions")).shuffle(order)
-        return (self.rows[i] for i in order)
+        return order
 
 
 class Cut(NamedTuple):
@@ -53,24 +59,22 @@ def parse(raw: bytes, where: str, fields: Mapping[str, Check]) -> Records:
     """
     text = _text(raw, where)
     if text.lstrip().startswith("["):
-        numbered = list(enumerate(_json(text, where), 1))
+        placed = {f"record {number}": row for number, row in enumerate(_json(text, where), 1)}
     else:
-        lines = enumerate(text.split("\n"), 1)
-        numbered = [
-            (number, _json(line, f"{where}, line {number}")) for number, line in lines if line.strip()
-        ]
-    for number, row in numbered:
+        lines = {f"line {number}": line for number, line in enumerate(text.split("\n"), 1)}
+        placed = {place: _json(line, f"{where}, {place}") for place, line in lines.items() if line.strip()}
+    for place, row in placed.items():
         if not isinstance(row, dict):
-            raise bad_data(f"{where}: record {number} is no JSON object")
+            raise bad_data(f"{where}, {place} is no JSON object")
         missing = [field for field in fields if field not in row]
         if missing:
-            raise bad_data(f"{where}: record {number} has no field {missing[0]!r}")
+            raise bad_data(f"{where}, {place} has no field {missing[0]!r}")
         wrong = [field for field, check in fields.items() if not check(row[field])]
         if wrong:
-            raise bad_data(f"{where}: record {number}: field {wrong[0]!r} cannot be {row[wrong[0]]!r:.40}")
-    if not numbered:
+            raise bad_data(f"{where}, {place}: field {wrong[0]!r} cannot be {row[wrong[0]]!r:.40}")
+    if not placed:
         raise bad_data(f"{where} holds no record")
-    return Records(tuple(row for _, row in numbered), sha256(raw).hexdigest())
+    return Records(tuple(placed.values()), tuple(placed), sha256(raw).hexdigest())
 
 
 def is_text(value: Any) -> bool:

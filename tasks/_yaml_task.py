@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -42,6 +42,7 @@ _GENERATION = ("max_gen_toks", "until", "do_sample", "temperature")
 _METRIC_FIELDS = ("metric", "aggregation", "higher_is_better", "ignore_case", "ignore_punctuation")
 _DEEPEST = 20
 """Levels of nesting a task file may have."""
+_ANSWER = "give a text or a number that is not blank, or a list of them"
 _PUNCTUATION = re.compile(r"[^\w\s]")
 _MARGINS = MappingProxyType({"": 0.15, "smoke": 0.15, "ci": 0.05, "release": 0.02})
 
@@ -128,6 +129,11 @@ class YamlTask:
         return str(self.settings["metric_list"][0]["metric"])
 
     @property
+    def further_metrics(self) -> tuple[str, ...]:
+        """Return the metrics after the first."""
+        return tuple(str(entry["metric"]) for entry in self.settings["metric_list"][1:])
+
+    @property
     def minimum_ctx(self) -> int:
         """Return the smallest context the file allows."""
         return int(self.settings["rcq"].get("minimum_ctx", 64))
@@ -143,23 +149,37 @@ class YamlTask:
         margin = self.settings["rcq"].get("margin")
         return _MARGINS if margin is None else {"": float(margin)}
 
+    @property
+    def _file(self) -> Path:
+        return self.path.parent / Path(_data_file(self.settings, self.path)).expanduser()
+
     @cached_property
     def _records(self) -> Records:
-        file = self.path.parent / Path(_data_file(self.settings, self.path)).expanduser()
+        file = self._file
         if not file.is_file():
             raise _refused(self.path, f"data file {str(file)!r} does not exist")
-        return parse(file.read_bytes(), file.name, {})
+        records = parse(file.read_bytes(), file.name, {})
+        for place, record in zip(records.places, records.rows, strict=True):
+            try:
+                self._check(record)
+            except SpecError as error:
+                why = f"{file.name}, {place}: {error.why}"
+                raise SpecError(error.what, why, error.fix, error.id) from error
+        return records
 
     def samples(self, request: TaskRequest, tokenizer: PromptTokenizer) -> Iterator[Sample]:
         """Yield the samples in the order that the seed draws, until there are no more.
 
-        Raises `SpecError` for a record without a field that is asked for, and for one that does not fit while
-        the file names no context that may be cut.
+        Raises `SpecError` at once for any record that gives no prompt or no answer, and for one of those
+        drawn that does not fit; a field that may be cut counts nothing there.
         """
         if request.ctx < self.minimum_ctx:
             raise too_small(request.ctx, self.minimum_ctx)
-        drawn = islice(self._records.drawn(request.seed, f"file.{self.name}"), request.samples)
-        return (self._sample(request, tokenizer, index, record) for index, record in enumerate(drawn))
+        records = self._records
+        order = records.order(request.seed, f"file.{self.name}")[: request.samples]
+        for i in order:
+            self._check_room(request, tokenizer, records.rows[i], records.places[i])
+        return (self._sample(request, tokenizer, index, records.rows[i]) for index, i in enumerate(order))
 
     def controls(self, request: TaskRequest, tokenizer: PromptTokenizer) -> Iterator[Sample]:
         """Yield nothing: rcq does not know what would be a leak here."""
@@ -180,20 +200,13 @@ class YamlTask:
         }
 
     def _sample(self, request: TaskRequest, tokenizer: PromptTokenizer, index: int, record: Record) -> Sample:
-        options, own = request.options, self.settings["rcq"]
-        gen = options.gen or int(self.settings["generation_kwargs"].get("max_gen_toks", 64))
-        opening = self._filled(str(own.get("opening", "")), record)
-
-        def encode(values: Record) -> EncodedPrompt:
-            user = self.settings["description"] + self._text("doc_to_text", values)
-            return tokenizer.prompt(user, opening, chat=options.chat, bos=options.bos)
-
-        prompt, truncated = self._fitted(encode, record, request.ctx - gen, gen)
-        cluster = own.get("cluster")
+        options, cluster = request.options, self.settings["rcq"].get("cluster")
+        gen = self._gen(request)
+        prompt, truncated = self._fitted(request, tokenizer, record)
         return Sample(
             sample_id=f"{self.name}/{request.ctx}/{index}",
             index=index,
-            cluster=str(index) if cluster is None else str(_field(record, cluster, self.path)),
+            cluster=str(index) if cluster is None else self._told(record, cluster),
             prompt_ids=prompt.ids,
             context_len=len(prompt.ids),
             references=self._references(record),
@@ -210,24 +223,59 @@ class YamlTask:
             },
         )
 
+    def _gen(self, request: TaskRequest) -> int:
+        """Return the tokens to generate."""
+        return request.options.gen or int(self.settings["generation_kwargs"].get("max_gen_toks", 64))
+
+    def _encoded(self, request: TaskRequest, tokenizer: PromptTokenizer, record: Record) -> EncodedPrompt:
+        options = request.options
+        user = self.settings["description"] + self._text("doc_to_text", record)
+        opening = self._filled(str(self.settings["rcq"].get("opening", "")), record)
+        return tokenizer.prompt(user, opening, chat=options.chat, bos=options.bos)
+
     def _fitted(
-        self, encode: Callable[[Record], EncodedPrompt], record: Record, budget: int, gen: int
+        self, request: TaskRequest, tokenizer: PromptTokenizer, record: Record
     ) -> tuple[EncodedPrompt, bool]:
-        """Return the prompt, its context cut in the middle where that is needed and allowed."""
+        """Return the prompt, its context cut in the middle where that is needed."""
+        field, gen = self.settings["rcq"].get("context"), self._gen(request)
+        if field is None:
+            return self._encoded(request, tokenizer, record), False
+
+        def encode(context: str) -> EncodedPrompt:
+            return self._encoded(request, tokenizer, {**record, field: context})
+
+        cut = cut_middle(encode, self._told(record, field), request.ctx - gen, gen)
+        return cut.prompt, cut.truncated
+
+    def _check_room(
+        self, request: TaskRequest, tokenizer: PromptTokenizer, record: Record, place: str
+    ) -> None:
+        """Refuse a record whose prompt is too long without all that may be cut from it."""
         field = self.settings["rcq"].get("context")
-        if field is not None:
-            context = str(_field(record, field, self.path))
-            cut = cut_middle(lambda text: encode({**record, field: text}), context, budget, gen)
-            return cut.prompt, cut.truncated
-        prompt = encode(record)
-        if len(prompt.ids) > budget:
+        least = record if field is None else {**record, field: ""}
+        needed = len(self._encoded(request, tokenizer, least).ids) + self._gen(request)
+        if needed > request.ctx:
+            fix = f"use --ctx {needed} or more"
             raise SpecError(
-                f"a record of {self.name} needs a context of {len(prompt.ids) + gen} tokens",
-                why=f"{self.path.name} does not say which field may be cut",
-                fix=f"use --ctx {len(prompt.ids) + gen} or more, or add rcq: {{context: FIELD}} to the file",
+                f"{place} of {self._file.name} needs a context of {needed} tokens, --ctx is {request.ctx}",
+                why="" if field else f"{self.path.name} does not say which field may be cut",
+                fix=fix if field else f"{fix}, or add rcq: {{context: FIELD}} to the file",
                 id="RCQ-USE-20",
             )
-        return prompt, False
+
+    def _check(self, record: Record) -> None:
+        """Refuse a record of which a prompt or an answer would be made that is none."""
+        own = self.settings["rcq"]
+        if not self._text("doc_to_text", record).strip():
+            raise _refused(self.path, "its prompt is blank", "fill the fields that doc_to_text names")
+        self._filled(str(own.get("opening", "")), record)
+        for name in ("context", "cluster"):
+            if name in own:
+                self._told(record, own[name])
+        for reference in self._references(record):
+            if not all(_plain(reference, entry).strip() for entry in self.settings["metric_list"]):
+                why = f"{reference!r:.40} of doc_to_target leaves nothing that an answer could match"
+                raise _refused(self.path, why, _ANSWER)
 
     def _references(self, record: Record) -> tuple[str, ...]:
         """Return the texts of `doc_to_target`: a field may hold several."""
@@ -238,8 +286,8 @@ class YamlTask:
         name = slot[1] if slot else target
         value = _field(record, name, self.path)
         answers = value if isinstance(value, list) else [value]
-        if not answers or None in answers:
-            raise _refused(self.path, f"a record has no answer: its field {name!r} is {value!r}")
+        if not answers or not all(map(_is_told, answers)):
+            raise _refused(self.path, f"field {name!r} is {_shown(value)}, which is no answer", _ANSWER)
         return tuple(map(str, answers))
 
     def _text(self, name: str, record: Record) -> str:
@@ -254,7 +302,7 @@ class YamlTask:
         hint = did_you_mean(template, tuple(record)) or f"known: {', '.join(record)}; "
         raise _refused(
             self.path,
-            f"{name} {template!r:.60} is no field of the records and names none",
+            f"{name} {template!r:.60} is no field of this record and names none",
             f"{hint}give a field, or a text with {{{{field}}}}",
         )
 
@@ -263,8 +311,9 @@ class YamlTask:
 
     def _told(self, record: Record, name: str) -> str:
         value = _field(record, name, self.path)
-        if value is None:
-            raise _refused(self.path, f"a record has nothing in its field {name!r}")
+        if not _is_told(value):
+            why = f"field {name!r} is {_shown(value)}, not a text or a number"
+            raise _refused(self.path, why, "fill the field, or leave the record out")
         return str(value)
 
 
@@ -403,8 +452,18 @@ def _known(table: Mapping[str, Any], known: tuple[str, ...], noun: str, path: Pa
 
 def _field(record: Record, name: str, path: Path) -> Any:
     if name not in record:
-        raise _refused(path, f"a record has no field {name!r}; it has {', '.join(map(str, record))}")
+        raise _refused(path, f"no field {name!r}; there are {', '.join(map(str, record))}")
     return record[name]
+
+
+def _is_told(value: Any) -> bool:
+    """Say whether a value of a record can stand in a text."""
+    return isinstance(value, str | int | float)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as the data file has it, cut where it is long."""
+    return f"{json.dumps(value, ensure_ascii=False):.40}"
 
 
 def _plain(text: str, entry: Mapping[str, Any]) -> str:

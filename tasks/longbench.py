@@ -48,6 +48,7 @@ _BALANCED = (
 )
 """The parts of LongBench-E."""
 _BUCKETS = ((4000, "0_4k"), (8000, "4_8k"))
+_LONGEST = "8k_up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class LongBench:
     prompt_set = "rcq-lb1"
     metric = "qa_f1@1,rouge_l@1,classification@1,para_id@1,count@1,code_sim@1"
     score_key = "score"
+    further_metrics = (*METRICS, *(f"score_{name}" for name in (*(name for _, name in _BUCKETS), _LONGEST)))
     higher_is_better = True
     minimum_ctx = 1024
     default_samples: Mapping[str, int] = MappingProxyType({"": 500, "smoke": 5, "ci": 20, "release": 500})
@@ -151,7 +153,7 @@ class LongBench:
 
 def bucket(words: int) -> str:
     """Return the class of length of a document: `0_4k`, `4_8k` or `8k_up`."""
-    return next((name for limit, name in _BUCKETS if words < limit), "8k_up")
+    return next((name for limit, name in _BUCKETS if words < limit), _LONGEST)
 
 
 def _sample(

@@ -75,6 +75,7 @@ class LongBench2:
     prompt_set = "rcq-lb2"
     metric = "choice@1"
     score_key = "accuracy"
+    further_metrics = None  # one for each difficulty and length that the data name
     higher_is_better = True
     minimum_ctx = 1024
     default_samples: Mapping[str, int] = MappingProxyType({"": 503, "smoke": 8, "ci": 110, "release": 503})

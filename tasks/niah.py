@@ -119,6 +119,7 @@ class Niah:
     prompt_set = "rcq-n1"
     metric = "bounded@1"
     score_key = "accuracy"
+    further_metrics = ("contains",)
     higher_is_better = True
     minimum_ctx = 512
     default_samples: Mapping[str, int] = MappingProxyType({"": 22, "smoke": 22, "ci": 110, "release": 550})

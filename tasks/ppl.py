@@ -71,6 +71,10 @@ class Ppl:
     prompt_set = "none"
     metric = "suffix_perplexity@1"
     score_key = "perplexity"
+    further_metrics = (
+        *("nll_suffix", "n_targets", "bits_per_token", "bits_per_byte", "nll_pooled", "perplexity_pooled"),
+        *("kl_mean", "kl_p99", "top1_flip", "abs_dlogp"),
+    )
     higher_is_better = False
     minimum_ctx = 128
     default_samples: Mapping[str, int] = MappingProxyType({"": 4, "smoke": 4, "ci": 20, "release": 60})

@@ -65,6 +65,11 @@ class RecasTraces:
     prompt_set = "none"
     metric = "critical_recall@1"
     score_key = "critical_recall"
+    further_metrics = (
+        *("retained_ratio", "active_ratio", "mass_preserved", "mass_retained", "relative_error", "cosine"),
+        *("raw_relative_error", "raw_cosine", "bound_violations", "bound_tightness"),
+        *("certified_relative_bound", "certified_mass_ratio", "latency_ratio", "layer_ms", "full_layer_ms"),
+    )
     higher_is_better = True
     minimum_ctx = 0
     default_samples: Mapping[str, int] = MappingProxyType(

@@ -76,6 +76,7 @@ class Ruler:
     prompt_set = "rcq-r1"
     metric = "contains@1,contains_any@1"
     score_key = "accuracy"
+    further_metrics = ("bounded",)
     higher_is_better = True
     minimum_ctx = 1024
     default_samples: Mapping[str, int] = MappingProxyType({"": 5, "smoke": 5, "ci": 20, "release": 100})

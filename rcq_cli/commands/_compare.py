@@ -18,7 +18,7 @@ from rcq_cli.contract import (
 )
 from rcq_cli.errors import BrokenRun, NotComparable, RcqError
 from rcq_cli.judge import add_costs, judge
-from rcq_cli.latency import latency_gate, paired_times
+from rcq_cli.latency import FEWEST_BLOCKS, latency_gate, paired_times
 from rcq_cli.noise import FLIP_MARGIN
 from rcq_cli.pairing import PairSpec
 from rcq_cli.presets import TASKS
@@ -242,7 +242,7 @@ def parts_of(
     facts, spec = reference.reader.facts, reference.reader.spec
     if facts is None:
         return []
-    margin = _margin(spec, rules)
+    margin = margin_of(spec, rules)
     found = []
     for part in facts.parts:
         pair = PairSpec(
@@ -270,7 +270,8 @@ def parts_of(
     return found
 
 
-def _margin(spec: RunSpec, rules: Rules) -> float:
+def margin_of(spec: RunSpec, rules: Rules) -> float:
+    """Return the margin that was asked for, else that of the task for the preset."""
     if rules.margin is not None:
         return rules.margin
     margins = TASKS.load(spec.task_name).margins
@@ -307,7 +308,8 @@ def as_error(report: gates.GateReport, code: int) -> RcqError:
     error = RcqError(
         f"{_CAUSES[code]}: {worst.matched}" + (f" and {more} more" if more else ""),
         worst.reason,
-        _FIXES[code],
+        # nothing else that is 5 stays unevaluated: the runs match, their times cannot be held against a limit
+        _FIX_OF_TIMES if (code, worst.status) == (5, "not evaluated") else _FIXES[code],
         IDS[code],
     )
     error.exit_code = code
@@ -322,6 +324,7 @@ _CAUSES = {
     5: "runs not comparable",
     6: "incomplete or unfit run",
 }
+_FIX_OF_TIMES = f"run the modes in one rcq compare with --samples {FEWEST_BLOCKS} or more, or gate no times"
 _FIXES = {
     3: "use a safer mode, or decide on another margin before the next run; --exit-zero only reports",
     4: "report this with the run folder; do not use the mode on this model",

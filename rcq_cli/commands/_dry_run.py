@@ -42,11 +42,11 @@ class Trial(NamedTuple):
     """Of prefill and decoding together."""
 
 
-def answer_dry_run(shell: Shell, plan: Plan, *, stores: bool = True) -> int:
+def answer_dry_run(shell: Shell, plan: Plan, *, stores: bool = True, untried: str = "") -> int:
     """Answer with the matrix, the origin of every value, bytes and time expected; nothing is written.
 
     For a command that `stores` runs, raises what it would raise before its work: for an `--out` or an
-    executor that cannot be used.
+    executor that cannot be used. `untried` says why nothing can be tried and extended from.
     """
     from rcq_cli.commands._run import executor_of
     from rcq_cli.run import planned
@@ -58,7 +58,7 @@ def answer_dry_run(shell: Shell, plan: Plan, *, stores: bool = True) -> int:
     loads: Loads = {}
     runs = []
     for batch in plan.batches:
-        trials, why = _tried(batch, loads)
+        trials, why = ({}, untried) if untried else _tried(batch, loads)
         runs += [
             _expected(spec, planned((spec,)), trials.get(spec.mode, ()), why, shared=i > 0)
             for i, spec in enumerate(batch)
@@ -70,7 +70,8 @@ def answer_dry_run(shell: Shell, plan: Plan, *, stores: bool = True) -> int:
         "runs": runs,
         "notes": list(plan.notes),
     }
-    shell.answer(Result(document, lambda: (_table(runs, plan),), runs))
+    on_top = "controls, loading and compiling" if stores else "loading and compiling"
+    shell.answer(Result(document, lambda: (_table(runs, plan, on_top),), runs))
     return 0
 
 
@@ -189,14 +190,11 @@ def _expected(
     }
 
 
-def _table(runs: Sequence[Mapping[str, Json]], plan: Plan) -> Table:
+def _table(runs: Sequence[Mapping[str, Json]], plan: Plan, on_top: str) -> Table:
     known = [run["seconds"] for run in runs if run["seconds"] is not None]
     notes = [*plan.notes, *dict.fromkeys(run["status"] for run in runs if run["status"] != "estimated")]
     if known:
-        notes.append(
-            f"about {duration(sum(known))} in all for the samples; "
-            "controls, loading and compiling come on top"
-        )
+        notes.append(f"about {duration(sum(known))} in all for the samples; {on_top} come on top")
         notes.append(
             f"extended from one sample of {PROBE_TOKENS} and one of {2 * PROBE_TOKENS} tokens per mode"
         )

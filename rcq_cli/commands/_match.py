@@ -21,6 +21,8 @@ AIMED = 0.005
 ACCEPTED = 0.02
 """Relative deviation that still counts as matched."""
 TRIES = 12
+SMALLEST_SHARE, LARGEST_SHARE = 1e-4, 4.0
+"""The search tells budgets apart that differ by as much; no mode holds more than float32 with copies."""
 BUDGETS = ("keep_tokens", "keep_fraction", "budget_bytes")
 
 
@@ -41,10 +43,11 @@ def parse_match(text: str | None) -> float | None:
         share = float(value)
     except ValueError:
         share = 0.0
-    if name.strip() != "bytes" or not equals or not 0 < share <= 4:
+    if name.strip() != "bytes" or not equals or not SMALLEST_SHARE <= share <= LARGEST_SHARE:
         raise SpecError(
             f"--match {text!r} is not allowed",
-            fix="allowed: bytes=SHARE, a share of a dense 16-bit cache such as bytes=0.44",
+            why=f"allowed: bytes=SHARE with a share from {SMALLEST_SHARE:g} to {LARGEST_SHARE:g}",
+            fix="a dense 16-bit cache has share 1: --match bytes=0.44",
             id="RCQ-USE-07",
         )
     return share
@@ -65,7 +68,7 @@ def search(measure: Callable[[float], float], share: float) -> Found:
     best = high
     guess = min(1.0, share / high.ratio)
     for _ in range(TRIES):
-        if abs(best.ratio / share - 1) <= AIMED or high.fraction - low.fraction < 1e-4:
+        if abs(best.ratio / share - 1) <= AIMED or high.fraction - low.fraction < SMALLEST_SHARE:
             break
         here = Found(round(guess, 6), measure(round(guess, 6)))
         if abs(here.ratio - share) < abs(best.ratio - share):

@@ -185,6 +185,28 @@ def _attribution(arm: Stepper, steps: int = 4) -> list[dict[str, Json]]:
     ]
 
 
+def require_known(names: Sequence[str], device: str) -> None:
+    """Raise `UnsupportedHere` for a reading of which it is known before any work that it cannot be had."""
+    from rcq_cli.models._loading import pick_device
+
+    now = host.memory()
+    known = {**now, "rss_anon_delta_bytes": now["rss_anon_bytes"]}
+    if pick_device(device).type == "cpu":  # what a GPU says counts only once the model is there
+        known |= {"nvml": _nvml("cpu"), "allocator": allocated("cpu")}
+    for name in names:
+        if name in known and known[name].value is None:
+            raise _absent(name, str(known[name].status))
+
+
+def _absent(name: str, status: str) -> UnsupportedHere:
+    return UnsupportedHere(
+        f"--require {name}: this machine gives no such reading",
+        why=status,
+        fix="rcq doctor shows what is there; leave --require out",
+        id="RCQ-ENV-06",
+    )
+
+
 def require(cells: Sequence[Mapping[str, Json]], names: Sequence[str]) -> None:
     """Raise `UnsupportedHere` when a reading that must be there is not."""
     for name in names:
@@ -195,12 +217,7 @@ def require(cells: Sequence[Mapping[str, Json]], names: Sequence[str]) -> None:
             )
             value = found.get("value") if isinstance(found, Mapping) else found
             if value is None:
-                raise UnsupportedHere(
-                    f"--require {name}: this machine gives no such reading",
-                    why=f"{status or 'not measured'}",
-                    fix="rcq doctor shows what is there; leave --require out",
-                    id="RCQ-ENV-06",
-                )
+                raise _absent(name, f"{status or 'not measured'}")
 
 
 # -- whole models -------------------------------------------------------------------------------------------

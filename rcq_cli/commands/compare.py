@@ -10,7 +10,7 @@ import typer
 
 from rcq_cli.commands import _compare_options as c
 from rcq_cli.commands import _options as o
-from rcq_cli.errors import RcqError, SpecError
+from rcq_cli.errors import RcqError, SpecError, UnknownEntry
 
 if TYPE_CHECKING:
     from rcq_cli.baseline import Baseline
@@ -153,12 +153,7 @@ def run_folders(words: Sequence[str]) -> list[Path]:
     """Return the positionals as run folders, nothing when they are modes; raise `SpecError` for a mixture."""
     folders = [Path(word) for word in words if _means_folder(word)]
     if folders and len(folders) < len(words):
-        raise SpecError(
-            "modes and run folders do not mix in one comparison",
-            why=", ".join(f"{word!r} is no run folder" for word in words if not _means_folder(word)),
-            fix="run the mode first (rcq eval), then compare the folders",
-            id="RCQ-USE-02",
-        )
+        raise _mixed([word for word in words if not _means_folder(word)])
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         raise SpecError(
@@ -171,6 +166,30 @@ def run_folders(words: Sequence[str]) -> list[Path]:
             "compare needs at least two runs, 1 came", fix="name the reference first", id="RCQ-USE-02"
         )
     return folders
+
+
+def _mixed(others: Sequence[str]) -> SpecError:
+    """Return the error of words beside run folders that are none: modes, or folders that are no runs."""
+    modes = [word for word in others if _means_mode(word)]
+    if modes:
+        return SpecError(
+            "modes and run folders do not mix in one comparison",
+            why=f"no run folder: {', '.join(modes)}",
+            fix="run the mode first (rcq eval), then compare the folders",
+            id="RCQ-USE-02",
+        )
+    word = others[0]
+    why = "it has no spec.json" if Path(word).is_dir() else "there is no folder and no mode of that name"
+    return SpecError(f"{word!r} is no run folder", why, "name a folder below --out", "RCQ-USE-11")
+
+
+def _means_mode(word: str) -> bool:
+    from rcq_cli.presets import MODES
+
+    try:
+        return bool(MODES.resolve(word.partition(":")[0]))
+    except UnknownEntry:
+        return False
 
 
 def _means_folder(word: str) -> bool:
@@ -220,12 +239,13 @@ def _rules(given: dict[str, Json]) -> Rules:
     from rcq_cli.commands._compare import INTERVALS, Rules
     from rcq_cli.commands._run import Limits, read_runs
     from rcq_cli.pairing import SMALLEST_ALPHA
+    from rcq_cli.stats import SMALLEST_MARGIN
 
     o.choose(given["cluster"], ("auto", "none"), "--cluster")
     o.choose(given["interval"], INTERVALS, "--interval")
     return Rules(
         limits=Limits(o.whole(given["max_errors"], "--max-errors", 0) or 0, given["allow_inactive"]),
-        margin=o.between(given["margin"], "--margin", 1.0),
+        margin=o.between(given["margin"], "--margin", 1.0, SMALLEST_MARGIN),
         alpha=o.between(given["alpha"], "--alpha", 0.5, SMALLEST_ALPHA) or 0.025,
         interval=given["interval"],
         mid_p=given["midp"],
@@ -237,26 +257,47 @@ def _rules(given: dict[str, Json]) -> Rules:
         exit_zero=given["exit_zero"],
         expected=gates.parse_expectations(given["expect"] or ()),
         fail_on=tuple(gates.parse_gate(text) for text in given["fail_on"] or ()),
-        latency_margin=o.between(given["latency_margin"], "--latency-margin", 100.0),
-        flip_margin=o.between(given["flip_margin"], "--flip-margin", 1.0) or 0.02,
+        latency_margin=o.between(given["latency_margin"], "--latency-margin", 100.0, SMALLEST_MARGIN),
+        flip_margin=o.between(given["flip_margin"], "--flip-margin", 1.0, SMALLEST_MARGIN) or 0.02,
         noise=tuple(read_runs(Path(run) for run in given["noise_floor"] or ())),
         baseline=_baseline(given["baseline"], given["update_baseline"]),
     )
 
 
 def _check_gates(plan: Plan, rules: Rules) -> None:
-    """Refuse a gate that no cell of the plan can meet and an expectation of no arm, before anything runs."""
+    """Refuse before anything runs what could not be judged after it.
+
+    That is a margin out of range, a gate that no cell of the plan can meet, and an expectation of no arm.
+    """
     from rcq_cli import gates
+    from rcq_cli.commands._compare import margin_of
+    from rcq_cli.pairing import check_margin
     from rcq_cli.presets import TASKS
 
-    cells = []
+    for spec, *_ in plan.batches:
+        check_margin(margin_of(spec, rules), spec.task_title, TASKS.load(spec.task_name).score_key)
+    cells = _cells_of(plan)
+    for gate in rules.fail_on:
+        meant = [metrics for cell, metrics in cells.items() if gate.matches(*cell)]
+        # a task that does not tell its metrics shows them in its scores: the gate is checked after them
+        told = meant and None not in meant
+        known = [name for metrics in meant for name in metrics or ()] if told else [gate.metric]
+        gates.check_gates([gate], tuple(cells), known)
+    gates.check_expectations(rules.expected, [spec.mode for batch in plan.batches for spec in batch[1:]])
+
+
+def _cells_of(plan: Plan) -> dict[tuple[str, int | None], tuple[str, ...] | None]:
+    """Return each (task, ctx) of a plan with all metrics its task can score, None where it does not say."""
+    from rcq_cli.presets import TASKS
+
+    cells: dict[tuple[str, int | None], tuple[str, ...] | None] = {}
     for batch in plan.batches:
         spec = batch[0]
-        parts = (spec.part,) if spec.part else TASKS.load(spec.task_name).parts
-        cells += [(spec.cell_task(part), spec.ctx) for part in parts]
-    # further metrics of a task are known only from its scores: here each gate's own metric counts as known
-    gates.check_gates(rules.fail_on, cells, [gate.metric for gate in rules.fail_on])
-    gates.check_expectations(rules.expected, [spec.mode for batch in plan.batches for spec in batch[1:]])
+        task = TASKS.load(spec.task_name)
+        metrics = None if task.further_metrics is None else (task.score_key, *task.further_metrics)
+        parts = (spec.part,) if spec.part else task.parts
+        cells |= {(spec.cell_task(part), spec.ctx): metrics for part in parts}
+    return cells
 
 
 def _judge(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rcq_cli.commands._profile import Place
     from rcq_cli.presets import Plan
+    from rcq_cli.profiling import Effort
     from rcq_cli.shell import Shell
 
 Json = Any
@@ -103,14 +104,15 @@ def command(
     for reading in require or ():
         o.choose(reading, READINGS, "--require")
     plan = _plan(tuple(mode or ()), asked, geometry)
-    if dry_run:
-        from rcq_cli.commands._dry_run import answer_dry_run
-
-        return answer_dry_run(shell, plan, stores=False)
-    from rcq_cli.commands._profile import Asked
     from rcq_cli.profiling import Effort
 
     effort = Effort(steps=counts[0], pairs=counts[1])
+    from rcq_cli.commands._profile import Asked, require_known
+
+    if require:
+        require_known(require, plan.batches[0][0].device)
+    if dry_run:
+        return _answer_dry_run(shell, plan, effort, geometry)
     wanted = Asked(effort, attribution, tuple(require or ()), layers, cache == "cold")
     cells = _measure(shell, plan, geometry, dtype, wanted)
     _answer(shell, cells, breakdown)
@@ -154,7 +156,21 @@ def _plan(modes: tuple[str, ...], asked: dict[str, Json], geometry: str | None) 
     if batches[0][0].ctx is None:
         what = f"task {batches[0][0].task} runs no model"
         raise SpecError(what, fix="profile a task with a context, such as niah", id="RCQ-USE-09")
-    return plans[0]._replace(batches=batches)
+    # every mode of a context is timed on one prompt, the first of the task, or on one layer
+    changes: dict[str, Json] = {"samples": 1} | ({} if geometry is None else {"model": geometry})
+    return plans[0]._replace(batches=tuple(tuple(spec.but(**changes) for spec in batch) for batch in batches))
+
+
+def _answer_dry_run(shell: Shell, plan: Plan, effort: Effort, geometry: str | None) -> int:
+    from rcq_cli.commands._dry_run import answer_dry_run
+
+    seconds = effort.warm_s + effort.steps_s + effort.pairs_s
+    note = (
+        f"each row is one prompt, on which up to {effort.steps} steps by phase and {effort.pairs} pairs of "
+        f"blocks are timed, for {seconds:g} s at most beside the time shown"
+    )
+    untried = "" if geometry is None else f"one layer of {geometry} has no model: nothing is estimated"
+    return answer_dry_run(shell, plan._replace(notes=(*plan.notes, note)), stores=False, untried=untried)
 
 
 def _measure(

@@ -96,10 +96,7 @@ class Engine:
         `modes` are the modes and their options that will build on it: what they need to know of its attention
         is collected on the way, and nothing else. `score_prompt` also sums the NLL of the prompt's tokens.
         """
-        asked = (needs_of(mode, options) for mode, options in modes)
-        needs = tuple(need for need in asked if need is not None)
-        if any(need.rotation for need in needs) and not self.hook.rotations:
-            self.hook.rotations = rotations(self.model)
+        needs = self._needs(modes)
         cache = make_cache(self.model, len(ids))
         tokens = torch.tensor([list(ids)], dtype=torch.long, device=self.model.device)
         self.hook.on_prefilled = ignore
@@ -118,6 +115,28 @@ class Engine:
         self.hook.needs = ()
         scored = (nll, float(len(ids) - 1)) if score_prompt else None
         return Prefill(len(ids), spent, cache, _checked(logits), needs, scored=scored)
+
+    @torch.inference_mode()
+    def check_modes(self, modes: Sequence[tuple[Mode, Any]]) -> None:
+        """Raise what a mode raises when it opens on a layer of this model; one token tells the geometry."""
+        self._needs(modes)
+        self.hook.on_prefilled = ignore
+        self.hook.last_row_only, self.hook.needs = True, ()
+        cache = make_cache(self.model, 1)
+        with attached(self.model, self.hook):
+            self.model(torch.zeros((1, 1), dtype=torch.long), cache=cache, use_cache=True)
+        for layer in managed_layers(cache).values():
+            assert layer.geometry is not None
+            for mode, options in modes:
+                mode.open(layer.geometry, options, choose_backend(self.backend_request, layer.geometry))
+
+    def _needs(self, modes: Sequence[tuple[Mode, Any]]) -> tuple[Needs, ...]:
+        """Return what the modes need to know of a prompt, the rotation of the model's positions at hand."""
+        asked = (needs_of(mode, options) for mode, options in modes)
+        needs = tuple(need for need in asked if need is not None)
+        if any(need.rotation for need in needs) and not self.hook.rotations:
+            self.hook.rotations = rotations(self.model)
+        return needs
 
     @torch.inference_mode()
     def decode(

@@ -56,6 +56,10 @@ class TaskEngine:
     def __init__(self, task: ModelFreeTask, options: Any) -> None:
         self.task, self.options = task, options
 
+    def check_modes(self, modes: Sequence[Any]) -> None:
+        """Do nothing: there is no layer to open a mode on."""
+        del modes
+
     def prefill(self, ids: Sequence[int], arms: Sequence[Any] = ()) -> None:
         """Do nothing: there is no prompt."""
         del ids, arms

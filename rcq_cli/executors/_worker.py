@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rcq_cli import environment, identity
 from rcq_cli.desk import Desk, status_of
 from rcq_cli.executors.local import Benches
+from rcq_cli.presets import MODES
 from rcq_cli.protocols import Decoded, Sample
 from rcq_cli.run import Bench, modes_of
 from rcq_cli.spec import RunSpec
@@ -79,6 +80,10 @@ class Worker:
         light = pickle.dumps(replace(loaded, model=stand_in))
         told = engine.describe(), engine.backend_name, engine.notes
         return About(light, *told, environment.collect(device))
+
+    def check_modes(self, modes: Sequence[tuple[str, Any]]) -> None:
+        """Open modes, given by name with their options, on a layer of the model."""
+        self.bench.engine.check_modes([(MODES.load(name), options) for name, options in modes])
 
     def answer(
         self, specs: Sequence[dict[str, Json]], work: Sequence[tuple[Sample, Sequence[int]]]

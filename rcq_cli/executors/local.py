@@ -9,7 +9,7 @@ from rcq_cli.errors import RcqError
 from rcq_cli.identity import task_options
 from rcq_cli.presets import TASKS, Batch
 from rcq_cli.progress import Progress
-from rcq_cli.run import Bench, EngineFor, check, check_prompts, run_batch
+from rcq_cli.run import Bench, EngineFor, check, check_prompts, modes_of, run_batch
 from rcq_cli.spec import RunSpec
 from rcq_cli.store import check_out, discard_empty, find_complete, find_unfinished, new_folder
 
@@ -62,7 +62,8 @@ class LocalExecutor:
         """Run every batch below `out` and return the run folders in batch and mode order.
 
         With `resume` a finished run of a spec is taken as it is and an unfinished one goes on in its folder.
-        Nothing is written before every batch fits its model. Raises what `run_batch` raises.
+        Nothing is written before every batch fits its model and has prompts, and its modes open. Raises what
+        `run_batch` raises.
         """
         notes: dict[str, None] = {}
         stored = [[find_complete(out, spec) if resume else None for spec in batch] for batch in batches]
@@ -73,9 +74,10 @@ class LocalExecutor:
             progress.doing(f"loading {batch[0].model}" if batch[0].model else "preparing")
             bench = self.engine_for(batch[0])
             check(batch, bench.loaded)
+            bench.engine.check_modes(modes_of(batch))
             notes |= dict.fromkeys(bench.engine.notes)
         prompted = [batch for batch in wanted if batch[0].ctx is not None]
-        if len(prompted) > 1:
+        if prompted:
             check_prompts(prompted, self.engine_for(prompted[0][0]).loaded)
         for note in notes:
             progress.note(note)

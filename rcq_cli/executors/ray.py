@@ -29,7 +29,7 @@ from rcq_cli.executors._worker import About, Outcome, Settings, Worker
 from rcq_cli.executors.local import Benches, LocalExecutor
 from rcq_cli.presets import Batch
 from rcq_cli.progress import Progress
-from rcq_cli.protocols import Decoded, Loaded, Sample
+from rcq_cli.protocols import Decoded, Loaded, Mode, Sample
 from rcq_cli.run import Bench, Turn
 from rcq_cli.spec import RunSpec
 
@@ -62,6 +62,7 @@ class Placeholder(NamedTuple):
 class RemoteEngine:
     """What a run asks of an engine that is elsewhere."""
 
+    pool: Pool
     fields: dict[str, Json]
     backend_name: str
     notes: tuple[str, ...]
@@ -69,6 +70,10 @@ class RemoteEngine:
     def describe(self) -> dict[str, Json]:
         """Return the contract fields that the engine decides."""
         return self.fields
+
+    def check_modes(self, modes: Sequence[tuple[Mode, Any]]) -> None:
+        """Raise what a mode raises when it opens on a layer of the model."""
+        self.pool.check_modes(modes)
 
 
 @dataclass(slots=True)
@@ -111,6 +116,13 @@ class Pool:
         while not self.ray.wait([reference], timeout=POLL_SECONDS)[0]:
             pass  # short waits let a signal through
         return self.ray.get(reference)
+
+    def check_modes(self, modes: Sequence[tuple[Mode, Any]]) -> None:
+        """Let one worker open the modes; raise what it raises."""
+        try:
+            self._get(self.idle[0].check_modes.remote([(mode.name, options) for mode, options in modes]))
+        except self.ray.exceptions.RayError as error:
+            raise _cause(error) from error
 
     def submit(self, unit: Unit, batch: Batch) -> None:
         """Hand out a unit; it is worked on when a worker is free."""
@@ -251,7 +263,7 @@ class RemoteBenches:
             self.close()
             pool = self._pool(spec)
             about = pool.about
-            engine = RemoteEngine(about.described, about.backend, about.notes)
+            engine = RemoteEngine(pool, about.described, about.backend, about.notes)
             loaded = _without_model(about)
             self.bench, self.key = Bench(loaded, engine, Remote(pool, engine)), key
         return self.bench

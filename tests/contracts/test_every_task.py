@@ -190,6 +190,15 @@ def test_a_perfect_answer_scores_one_and_an_empty_one_nothing(name, part, folder
 
 
 @every_text_part
+def test_it_scores_only_the_metrics_it_names(name, part, folder):
+    task = TASKS.load(name)
+    for sample in built(name, part, folder, ctx=2048):
+        found = scores(task, sample, "text")
+        assert task.score_key in found
+        assert task.further_metrics is None or set(found) <= {task.score_key, *task.further_metrics}
+
+
+@every_text_part
 def test_the_prompt_handed_back_is_no_answer(name, part, folder):
     """An echo must not score: the text that was asked about is not part of what is scored."""
     task, tokenizer = TASKS.load(name), TOKENIZERS[KINDS[0]]()

@@ -110,6 +110,9 @@ class Engine:
     def describe(self):
         return {"pipeline.prefill_mode": "dense"}
 
+    def check_modes(self, modes):
+        pass
+
     def prefill(self, ids, _modes=()):
         self.prefills.append(ids)
         return SimpleNamespace(ns=1000, tokens=len(ids))

@@ -138,7 +138,10 @@ def test_explicit_gates_on_time_are_5_where_runs_did_not_take_turns(tmp_path, ca
     dense = str(stored_run(tmp_path, "dense", [1.0] * 30))
     other = str(stored_run(tmp_path, "kivi", [1.0] * 30, reason=" "))
     assert ask(capsys, "compare", dense, other)[0] == 0
-    assert ask(capsys, "compare", dense, other, "--latency-margin", "0.5")[0] == 5
+    code, _, err = ask(capsys, "compare", dense, other, "--latency-margin", "0.5")
+    assert code == 5
+    assert "--samples 5 or more" in err
+    assert "--allow-mismatch" not in err
     code, _, err = ask(capsys, "compare", dense, other, "--fail-on", "profile.decode_ms.ratio > 9")
     assert code == 5
     assert "took turns in one process" in err

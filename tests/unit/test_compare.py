@@ -216,6 +216,19 @@ def test_a_gate_expression_fails_or_is_refused(published, capsys):
         assert len(err.splitlines()) == 1
 
 
+def test_a_folder_that_is_no_run_is_named_with_the_reason(tmp_path, published, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h").mkdir()
+    for word, why in (("h", "no spec.json"), ("nowhere", "no folder and no mode")):
+        code, _, err = ask(capsys, "compare", published[0], word)
+        assert code == 2
+        assert f"{word!r} is no run folder" in err
+        assert why in err
+        assert "do not mix" not in err
+    for mode in ("naive:group=32", "zipc"):  # a unique leading word is a name as well
+        assert "do not mix" in ask(capsys, "compare", published[0], mode)[2]
+
+
 def test_the_table_tells_everything_and_is_complete_when_piped(tmp_path, published, capsys):
     good = stored_run(tmp_path, "certified", outcomes(*NAIVE_8K)[0], violations=0, reason=" ")
     _, out, _ = ask(capsys, "compare", *published, str(good))

@@ -385,7 +385,7 @@ def test_without_jieba_only_the_segmented_parts_end(tmp_path, monkeypatch):
     ("text", "match"),
     [
         ("{", r"line 1 is not JSON"),
-        ('{"input": "x"}', r"record 1 has no field 'context'"),
+        ('{"input": "x"}', r"line 1 has no field 'context'"),
         ("[1]", r"record 1 is no JSON object"),
         ("", r"holds no record"),
     ],
@@ -409,7 +409,7 @@ def test_bad_records_are_named(text, match):
 )
 def test_a_field_that_holds_something_else_is_named(tmp_path, field, value):
     data = write(tmp_path, "qasper.jsonl", [row(1), row(2, **{field: value})])
-    with pytest.raises(SpecError, match=rf"qasper.jsonl: record 2: field '{field}' cannot be "):
+    with pytest.raises(SpecError, match=rf"qasper.jsonl, line 2: field '{field}' cannot be "):
         build("qasper", data)
 
 

@@ -40,7 +40,9 @@ def test_a_floor_above_the_share_is_found_as_the_nearest():
     assert found.ratio == 0.5
 
 
-@pytest.mark.parametrize("text", ["0.44", "bytes", "bytes=x", "bytes=0", "bytes=-1", "tokens=0.4"])
+@pytest.mark.parametrize(
+    "text", ["0.44", "bytes", "bytes=x", "bytes=0", "bytes=-1", "bytes=1e-320", "bytes=nan", "tokens=0.4"]
+)
 def test_what_is_no_share_is_refused(text):
     with pytest.raises(SpecError, match="bytes=SHARE"):
         parse_match(text)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rcq_cli.errors import SpecError, UnsupportedHere
+from rcq_cli.errors import SpecError, UnsupportedHere, UnsupportedModel
 from rcq_cli.options import describe, parse_options
 from rcq_cli.protocols import Completion, EncodedPrompt, TaskRequest
 from rcq_cli.tasks._needles import forms
@@ -113,6 +113,16 @@ def test_prompts_fit_fill_and_hold_what_was_planned(name, ctx):
         assert text.count(sample.meta["key"]) == 3
         assert sample.context_len == len(ids)
         assert (sample.max_new_tokens, sample.stop_ids) == (48, (1,))
+
+
+def test_a_tokenizer_that_loses_digits_is_named_and_not_the_task():
+    tokenizer = PatternTokenizer()
+    tokenizer.decode = lambda ids: re.sub(r"\d", "?", PatternTokenizer.decode(tokenizer, ids))
+    with pytest.raises(
+        UnsupportedModel, match=r"tokenizer of the model.*0 times in what its ids decode to"
+    ) as caught:
+        build(tokenizer, ctx=1024)
+    assert (caught.value.id, caught.value.exit_code) == ("RCQ-MOD-04", 2)
 
 
 def test_one_more_word_would_not_fit():

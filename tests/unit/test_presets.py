@@ -298,7 +298,7 @@ def test_settings_may_stand_in_pyproject_and_in_a_parent(tmp_path):
 
 def test_a_pyproject_of_others_is_passed_over(tmp_path):
     settings(tmp_path, "[tool.other]\nx = 1\n", "pyproject.toml")
-    assert load_settings(tmp_path) == {}
+    assert load_settings(tmp_path).values == {}
 
 
 def test_an_unknown_setting_is_refused_with_a_near_match(tmp_path):
@@ -309,8 +309,66 @@ def test_an_unknown_setting_is_refused_with_a_near_match(tmp_path):
 def test_broken_settings_are_a_usage_error(tmp_path):
     with pytest.raises(SpecError, match="cannot be read"):
         load_settings(settings(tmp_path, "model = \n"))
-    with pytest.raises(SpecError, match="must map names"):
-        load_settings(settings(tmp_path, "[mode_options]\neps = 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "key"), [("tool = 7", "tool"), ("tool.rcq = 7", "rcq"), ("tool.rcq = []", "rcq")]
+)
+def test_a_pyproject_without_a_table_is_refused(tmp_path, line, key):
+    with pytest.raises(SpecError, match=rf"{key} in .*pyproject.toml is .*allowed: a table") as caught:
+        load_settings(settings(tmp_path, line + "\n", "pyproject.toml"))
+    assert caught.value.id == "RCQ-USE-08"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            f"{key} = {value}"
+            for key in ("tasks", "ctx", "modes")
+            for value in ("[]", '""', "[7.5]", "true", "{}")
+        ),
+        *("tasks = 7", 'tasks = "niah,,ruler"', "ctx = 0", "ctx = 1.5", 'modes = ["dense", 7]'),
+        *(
+            f"{key} = {value}"
+            for key in ("model", "mode", "backend", "device", "dtype")
+            for value in ("7", "[]")
+        ),
+        *('seed = "x"', "seed = 1.5", "seed = -1", "seed = true", 'audit = "x"', "audit = 2", "audit = nan"),
+        *(
+            'samples = "3"',
+            "samples = 0",
+            "samples = 10_000_000_000",
+            'samples = {niah = "x"}',
+            "samples = []",
+        ),
+        *('workers = "two"', "workers = 0", "task_options = 7", "mode_options = {certified = 7}"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_key_file_and_what_is_allowed(tmp_path, line):
+    with pytest.raises(SpecError, match=rf"{line.split()[0]} in .*rcq.toml is .*allowed: ") as caught:
+        plan("eval", settings(tmp_path, line + "\n"))
+    assert (caught.value.id, caught.value.exit_code) == ("RCQ-USE-08", 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("samples = {niha = 3}", "niah"),
+        ('samples = {"ruler/tv" = 3}', "vt"),
+        ("task_options = {niha = {gen = 9}}", "niah"),
+        ("mode_options = {certifed = {eps = 0.1}}", "certified"),
+    ],
+)
+def test_a_table_by_names_has_only_names_that_are_there(tmp_path, line, near):
+    with pytest.raises(SpecError, match=rf"{line.split()[0]} in .*rcq.toml.*did you mean '{near}'") as caught:
+        plan("eval", settings(tmp_path, line + "\n"), samples=5)
+    assert caught.value.id == "RCQ-USE-08"
+
+
+def test_samples_by_task_may_name_a_part_and_leading_words(tmp_path):
+    text = 'tasks = ["ruler/vt", "ruler/cwe", "niah"]\nsamples = {"rul/vt" = 3, ruler = 7, nia = 9}\n'
+    assert [batch[0].samples for batch in plan("eval", settings(tmp_path, text)).batches] == [3, 7, 9]
 
 
 def test_a_file_named_by_the_environment_must_exist(tmp_path, monkeypatch):
@@ -322,11 +380,11 @@ def test_a_file_named_by_the_environment_must_exist(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["ci", "paper", "release", "smoke"])
 def test_shipped_presets_parse_and_name_what_they_are(name):
     assert name in preset_names()
-    assert load_preset(name)["summary"]
+    assert load_preset(name).values["summary"]
 
 
 def test_the_paper_preset_has_the_sizes_of_the_paper():
-    preset = load_preset("paper")
+    preset = load_preset("paper").values
     assert preset["ctx"] == ["8k", "32k", "64k", "128k"]
     assert preset["model"] == "meta-llama/Llama-3.1-8B"
     assert len([task for task in preset["tasks"] if task.startswith("ruler/")]) == 7

@@ -443,6 +443,21 @@ def test_flags_that_do_not_fit_are_usage_errors(capsys, argv, told):
     assert told in capsys.readouterr().err
 
 
+def test_a_dry_run_says_what_is_timed(capsys):
+    assert run(["profile", "--ctx", "1k,2k", "--geometry", "llama-3.1-8b", "--steps", "9", "--dry-run"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "up to 9 steps by phase and 12 pairs" in out
+    assert "niah@2k certified llama-3.1-8b 1 - - -" in out
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize("name", ["nvml", "allocator"])
+def test_a_reading_that_a_cpu_cannot_give_is_refused_before_any_work(capsys, monkeypatch, name, dry):
+    monkeypatch.setattr("rcq_cli.commands.profile._measure", lambda *_: pytest.fail("measured"))
+    assert run(["profile", "--ctx", "512", "--device", "cpu", "--require", name, *dry]) == 7
+    assert f"--require {name}" in capsys.readouterr().err
+
+
 def test_a_required_reading_that_is_null_ends_with_seven():
     cells = [{"memory": {"nvml": {"value": None, "status": "no_driver"}, "vm_hwm_bytes": 5}}]
     _profile.require(cells, ["vm_hwm_bytes"])

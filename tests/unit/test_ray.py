@@ -102,7 +102,7 @@ def desk(fatal=(), count=2):
     fake = FakeRay(fatal)
     settings = _worker.Settings(SPEC.to_json(), 1)
     pool = executor.Pool(fake, settings, count, {})
-    return fake, RemoteDesk(pool, (SPEC, SPEC.but(mode="certified")), RemoteEngine({}, "auto", ()))
+    return fake, RemoteDesk(pool, (SPEC, SPEC.but(mode="certified")), RemoteEngine(pool, {}, "auto", ()))
 
 
 def answers(made, turns):
@@ -301,3 +301,17 @@ def test_a_model_that_cannot_be_had_is_the_same_error_as_locally(tmp_path, monke
     with pytest.raises(UnsupportedHere, match="cannot be had"):
         RayExecutor(workers=1).run((batch,), out=tmp_path, resume=False, progress=Silent())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mode_that_a_worker_cannot_open_is_refused_as_it_is_here():
+    fake, remote = desk()
+    error = fake.exceptions.RayTaskError("refused")
+    error.cause = SpecError("group=7 does not divide head dim 128", id="RCQ-USE-11")
+    remote.pool.idle[0].check_modes = SimpleNamespace(remote=lambda _modes: Later())
+
+    def get(_reference):
+        raise error
+
+    fake.get = get
+    with pytest.raises(SpecError, match="group=7"):
+        remote.engine.check_modes([(SimpleNamespace(name="certified"), None)])

@@ -84,9 +84,28 @@ def test_a_narrow_terminal_gets_bands_that_fit_and_lose_nothing(width: int):
 
 
 def test_every_column_stands_in_exactly_one_band():
-    assert bands([10, 5, 5, 5], 25) == [[0, 1, 2], [0, 3]]
-    assert bands([10, 90, 5], 40) == [[0, 1], [0, 2]]
-    assert bands([10, 5], None) == [[0, 1]]
+    assert bands([10, 5, 5, 5], 25) == [[(0, 10), (1, 5), (2, 5)], [(0, 10), (3, 5)]]
+    assert bands([10, 90, 5], 40) == [[(0, 10), (1, 28)], [(0, 10), (2, 5)]]
+    assert bands([10, 5], None) == [[(0, 10), (1, 5)]]
+
+
+@pytest.mark.parametrize("limit", [20, 40, 60, 80, 120])
+def test_no_line_is_wider_than_the_window_and_no_word_is_lost(limit: int):
+    words = [f"word{i}" for i in range(40)]
+    rows = (
+        (Cell("a-name-of-some-length"), Cell("none"), Cell(" ".join(words[:20]))),
+        (Cell("b"), Cell("7"), Cell(" ".join(words[20:]))),
+    )
+    columns = (Column("name"), Column("claim"), Column("summary"))
+    table = Table("t", columns, rows, ("/a/path/" + "longer/" * 20,))
+    lines = list(table_lines(table, view(limit)))
+    assert max(map(len, lines)) <= limit
+    assert re.findall(r"word\d+", " ".join(lines)) == words
+
+
+def test_a_column_too_wide_for_the_window_is_folded_beside_the_others():
+    table = Table("", (Column("a"), Column("b")), ((Cell("x"), Cell("one two three four five six seven")),))
+    assert list(table_lines(table, view(20)))[2:] == ["x  one two three", "   four five six", "   seven"]
 
 
 def test_no_colour_no_escape():

@@ -326,9 +326,43 @@ def unfinished(tmp_path):
 
 
 @pytest.mark.parametrize("score", [7, -1, float("nan"), float("inf")])
-def test_a_score_that_cannot_be_is_not_resumed_from(tmp_path, score):
-    edited(unfinished(tmp_path), scores={"accuracy": score})
+@pytest.mark.parametrize("main", [{}, {"exact": 1.0}])
+def test_a_score_that_cannot_be_is_not_resumed_from(tmp_path, task, score, main):
+    """An accuracy is a share also where another metric is the main one."""
+    task.score_key = next(iter(main), "accuracy")
+    task.score = lambda *_: main | {"accuracy": 1.0}
+    edited(unfinished(tmp_path), scores=main | {"accuracy": score})
     with pytest.raises(BrokenRun, match="scores") as caught:
+        execute(tmp_path, Engine(), batch("certified"), resume=True)
+    assert caught.value.id == "RCQ-RUN-03"
+
+
+@pytest.mark.parametrize(
+    ("key", "scores"),
+    [
+        ("accuracy", {}),
+        ("accuracy", {"accuracy": None}),
+        ("accuracy", {"accuracy": 7}),
+        ("critical_recall", {"critical_recall": -1}),
+        ("perplexity", {"perplexity": 0}),
+        ("perplexity", {"perplexity": -3}),
+    ],
+)
+def test_a_score_that_the_metric_cannot_take_is_not_reported(tmp_path, key, scores):
+    folder = unfinished(tmp_path)
+    edited(folder, scores=scores)
+    contract = json.loads((folder / "contract.json").read_text())
+    contract["facts"]["score_key"] = key
+    (folder / "contract.json").write_text(json.dumps(contract))
+    with pytest.raises(BrokenRun, match=key) as caught:
+        RunReader(folder).cells()
+    assert caught.value.id == "RCQ-RUN-03"
+
+
+@pytest.mark.parametrize("scores", [{}, {"accuracy": None}])
+def test_a_row_without_its_score_is_not_resumed_from(tmp_path, scores):
+    edited(unfinished(tmp_path), scores=scores)
+    with pytest.raises(BrokenRun, match="accuracy") as caught:
         execute(tmp_path, Engine(), batch("certified"), resume=True)
     assert caught.value.id == "RCQ-RUN-03"
 

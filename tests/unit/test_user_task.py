@@ -71,13 +71,13 @@ def test_fields_fill_the_prompt_and_the_references(make):
         assert sample.cluster == f"Land{int(number) % 2}"
         assert sample.references == (f"City{number}", "Town")
         assert sample.max_new_tokens == 16
-    assert build(task, samples=2) == build(task, samples=100)[:2]
+    assert build(task, samples=2, tokenizer=tokenizer) == build(task, samples=100, tokenizer=tokenizer)[:2]
 
 
 def test_the_answer_ends_where_until_says_and_metrics_keep_their_order(make):
     task = make()
     sample = build(task)[0]
-    assert task.score_key == "exact_match"
+    assert (task.score_key, task.further_metrics) == ("exact_match", ("qa_f1",))
     assert list(scored(task, sample, "town\nand more")) == ["exact_match", "qa_f1"]
     assert scored(task, sample, " TOWN \nand more")["exact_match"] == 1
     assert scored(task, sample, "the town")["exact_match"] == 0
@@ -137,7 +137,10 @@ def test_what_rcq_cannot_do_is_refused(make, changes, match):
         ({"dataset_kwargs": {"data_files": "gone.jsonl"}}, r"gone.jsonl' does not exist"),
         ({"dataset_kwargs": None}, r"names no data file"),
         ({"dataset_path": "squad"}, r"local JSON files only"),
-        ({"doc_to_text": "{{nothing}}"}, r"no field 'nothing'; it has passage, country, answers"),
+        (
+            {"doc_to_text": "{{nothing}}"},
+            r"data.jsonl, line 1: no field 'nothing'; there are passage, country, answers",
+        ),
         ({"rcq": {"cluster": "nothing"}}, r"no field 'nothing'"),
     ],
 )
