@@ -311,7 +311,7 @@ def problems(
 ) -> list[dict[str, Any]]:
     """Return what makes the run fail: `{code, kind, what, count}`; code 4 violated, 6 incomplete or unfit."""
     found = [] if rows else [_problem(6, "no_samples", 0, "the task gave no sample")]
-    violations = sum(entry["violations"] or 0 for entry in certificates if entry)
+    violations = sum(entry["violations"] for entry in certificates if entry)
     if violations:
         found.append(
             _problem(4, "violation", violations, f"{violations} audited head-steps above their bound")

@@ -296,7 +296,7 @@ def certificate_summary(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] 
         "head_steps": total.head_steps,
         "certified": total.head_steps - total.exact,
         "exact": total.exact,
-        **_number("violations", total.violations if total.audited else None, "not_audited"),
+        "violations": total.violations,
         "audited": total.audited,
         **_number("rel_bound_p50", _nearest_rank(bounds, 50), "no_certified_step"),
         **_number("rel_bound_p95", _nearest_rank(bounds, 95), "no_certified_step"),

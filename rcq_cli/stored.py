@@ -92,8 +92,7 @@ CELL: Mapping[str, Check] = {
 }
 NEEDED_OF_CELL = ("task", "ctx", "mode", "n", "score", "status", "metric", "metrics", "bytes", "certificates")
 CERTIFICATES: Mapping[str, Check] = {
-    **dict.fromkeys(("head_steps", "certified", "exact", "audited"), _WHOLE),
-    "violations": _or_none(_WHOLE),
+    **dict.fromkeys(("head_steps", "certified", "exact", "violations", "audited"), _WHOLE),
     **dict.fromkeys(("rel_bound_p50", "rel_bound_p95", "rel_error_max"), _or_none(_NUMBER)),
     **dict.fromkeys(("promoted_key_share", "promoted_value_share", "host_to_device_bytes_per_step"), _NUMBER),
     "rungs": lambda value: _table_of(_WHOLE)(value) and set(value) == {"0", "1", "2", "3", "4"},

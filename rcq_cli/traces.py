@@ -189,7 +189,7 @@ def series(found: Flat) -> list[dict[str, Json]]:
                 "error_max": number(c["rel_error"][rows][audited].max()) if audited.any() else None,
                 "tightest": None if tight is None else number(tight.min()),
                 "audited": int(audited.sum()),
-                "violations": int(c["violated"][rows].sum()) if audited.any() else None,
+                "violations": int(c["violated"][rows].sum()),
                 "exact": int(c["exact"][rows].sum()),
                 "rungs": rung_counts(c["rung"][rows]),
             }
@@ -245,7 +245,6 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
     samples = recorded(reader, wanted.sample)
     found = flat(samples, wanted)
     c = found.columns
-    audited = _audited(found)
     spec = reader.spec
     one = wanted.step is not None and wanted.layer is not None and wanted.head is not None
     return {
@@ -257,8 +256,8 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
         "eps": spec.mode_options.get("eps"),
         "samples": len(samples),
         "head_steps": len(found),
-        "audited": audited,
-        "violations": int(c["violated"].sum()) if audited else None,
+        "audited": int((c["true_error"] == c["true_error"]).sum()),
+        "violations": int(c["violated"].sum()),
         "exact": int(c["exact"].sum()),
         "rungs": rung_counts(c["rung"]),
         "series": series(found),
@@ -266,12 +265,6 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
         "worst": worst(found),
         "head_step": next(found.records()) if one else None,
     }
-
-
-def _audited(found: Flat) -> int:
-    """Return the head-steps whose true error was measured."""
-    error = found.columns["true_error"]
-    return int((error == error).sum())
 
 
 # -- differences --------------------------------------------------------------------------------------------
@@ -333,14 +326,12 @@ def _figures(found: Flat) -> dict[str, Json]:
     c = found.columns
     finite = c["rel_bound"][np.isfinite(c["rel_bound"])]
     errors = c["rel_error"][np.isfinite(c["rel_error"])]
-    audited = _audited(found)
     return {
         "rungs": rung_counts(c["rung"]),
         "rel_bound_p50": number(np.median(finite)) if len(finite) else None,
         "rel_bound_max": number(finite.max()) if len(finite) else None,
         "rel_error_max": number(errors.max()) if len(errors) else None,
-        "audited": audited,
-        "violations": int(c["violated"].sum()) if audited else None,
+        "violations": int(c["violated"].sum()),
         "exact": int(c["exact"].sum()),
         "promoted_key_blocks": int(c["promoted_key_blocks"].sum(dtype=np.int64)),
         "promoted_value_blocks": int(c["promoted_value_blocks"].sum(dtype=np.int64)),

@@ -409,11 +409,6 @@ def summarised(**changes):
     return steps.certificate_summary([record])
 
 
-def test_violations_of_steps_that_nobody_audited_are_not_called_none():
-    found = summarised(true_error=np.full((2, 1, 2), np.nan))
-    assert (found["audited"], found["violations"], found["violations_status"]) == (0, None, "not_audited")
-
-
 def test_certificates_are_summed_over_head_steps():
     found = summarised()
     assert (found["head_steps"], found["certified"], found["exact"]) == (4, 3, 1)
