@@ -98,6 +98,11 @@ def settle(pair: Pair) -> None:
             labels += ["worse but within margin"] if high < 0 else []
         elif not low > -limit:
             reasons.append(_undecided_text(pair, gain, low, high))
+            if gain <= -limit + 1e-12 and high < 0 and pair["p_holm"] is not None:
+                reasons.append(
+                    f"the loss is as large as the margin, but p = {pair['p_holm']:.3g}, adjusted for "
+                    f"{pair['holm_family']} cells (Holm), is not below {stats.SIGNIFICANCE:g}"
+                )
         labels += ["better"] if low > 0 else []
     pair["labels"], pair["reasons"] = labels, reasons
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,20 +103,26 @@ class Compared(NamedTuple):
     candidate: Rows
 
 
-def labelled(readers: Sequence[RunReader]) -> list[Arm]:
-    """Name each run by its mode; runs of one mode and place are told apart by their folders."""
-    seen: dict[tuple[str, str, int | None], int] = {}
-    places = [(reader.spec.mode, reader.spec.task, reader.spec.ctx) for reader in readers]
-    for place in places:
-        seen[place] = seen.get(place, 0) + 1
+def labelled(readers: Sequence[RunReader], among: Sequence[RunReader] = ()) -> list[Arm]:
+    """Name each run by its mode; runs of one mode and place `among` all are told apart by their folders."""
+    seen = Counter(_place_of(reader) for reader in among or readers)
     return [
-        Arm(f"{place[0]} ({reader.folder.name})" if seen[place] > 1 else place[0], reader)
-        for place, reader in zip(places, readers, strict=True)
+        Arm(
+            f"{reader.spec.mode} ({reader.folder.name})" if seen[_place_of(reader)] > 1 else reader.spec.mode,
+            reader,
+        )
+        for reader in readers
     ]
 
 
-def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
-    """Judge each group of runs against its first one.
+def _place_of(reader: RunReader) -> tuple[str, str, int | None]:
+    return reader.spec.mode, reader.spec.task, reader.spec.ctx
+
+
+def judge_runs(
+    groups: Sequence[Sequence[RunReader]], rules: Rules, among: Sequence[RunReader] = ()
+) -> Judged:
+    """Judge each group of runs against its first one; `among` whose names a run's has to be told apart.
 
     Raises `NotComparable` when no pair of runs may be compared, `BrokenRun` for a run that never began and
     `SpecError` for an expectation of what is no candidate.
@@ -130,10 +137,10 @@ def judge_runs(groups: Sequence[Sequence[RunReader]], rules: Rules) -> Judged:
     clocks: Clocks = {}
     warnings: list[str] = []
     _against.check_noise(groups, rules)
-    candidates = [arm.label for group in groups for arm in labelled(group)[1:]]
+    candidates = [arm.label for group in groups for arm in labelled(group, among)[1:]]
     gates.check_expectations(rules.expected, candidates)
     for group in groups:
-        arms = labelled(group)
+        arms = labelled(group, among)
         rows = {arm.label: _rows(arm) for arm in arms}
         cells += [cell | {"mode": arm.label} for arm in arms for cell in _run.cells_of([arm.reader])]
         for arm in arms:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 from rcq_cli.commands import _options as o
-from rcq_cli.errors import NotComparable, SpecError
+from rcq_cli.errors import NotComparable, RcqError, SpecError
 
 if TYPE_CHECKING:
+    from rcq_cli.contract import Mismatch
     from rcq_cli.store import RunReader
 
 Json = Any
+T = TypeVar("T")
 
 Sources = Annotated[
     list[str] | None,
@@ -100,35 +102,46 @@ def _order(reader: RunReader) -> tuple[str, int, bool, str, str]:
 
 
 def _judged(readers: Sequence[RunReader]) -> dict[str, Json]:
-    """Return pairs, gate and problems; runs that must not be compared get no verdict."""
+    """Return pairs, gate and problems; runs that must not be compared get no verdict.
+
+    Runs that one `compare` could have made are judged together and apart from all others: verdicts do not
+    depend on what else stands in the report.
+    """
     from rcq_cli.commands import _run
     from rcq_cli.commands._compare import Rules, judge_runs, labelled
+    from rcq_cli.gates import GateReport
 
-    problems = _run.run_problems(readers, _run.Limits())
-    record: dict[str, Json] = {
-        "pairs": [],
-        "gate": {"passed": True, "failures": [], "gates": []},
-        "exit_code": 0,
-        "problems": [{**problem, "what": _named(problem["what"], readers)} for problem in problems],
-        "refusals": [],
-        "labels": {arm.reader.folder.name: arm.label for arm in labelled(readers)},
-        "notes": [],
-    }
-    groups = _groups(readers)
-    kept = []
-    for group in groups:
-        try:
-            judge_runs([group], Rules(partial=any(r.status != "complete" for r in group)))
-            kept.append(group)
-        except (NotComparable, SpecError) as error:  # SpecError: the margin stands in a Python task
-            record["refusals"].append(f"{error.what}: {error.why}" if error.why else error.what)
-    if kept:
+    models = _apart(readers, lambda reader: reader.spec.model)
+    found = _groups([r for r in readers if r.facts is not None and r.spec.shard is None])
+    refusals, gate = found.refusals, GateReport(())
+    notes: list[str] = []
+    pairs: list[dict[str, Json]] = []
+    for comparison in found.comparisons:
+        kept = []
+        for group in comparison:
+            try:
+                judge_runs([group], Rules(partial=any(r.status != "complete" for r in group)))
+                kept.append(group)
+            except (NotComparable, SpecError) as error:  # SpecError: the margin stands in a Python task
+                refusals.append(_refused(error))
+        if not kept:
+            continue
         partial = any(reader.status != "complete" for group in kept for reader in group)
-        judged = judge_runs(kept, Rules(partial=partial))
-        gate = judged.gate.to_json()
-        record |= {"pairs": judged.pairs, "gate": gate, "exit_code": judged.gate.exit_code()}
-        record["notes"] = list(judged.warnings)
-    return record
+        model = kept[0][0].spec.model
+        judged = judge_runs(kept, Rules(partial=partial), models[model])
+        pairs += [pair | {"model": model} for pair in judged.pairs]
+        gate = GateReport((*gate.gates, *judged.gate.gates), (*gate.notices, *judged.gate.notices))
+        notes += judged.warnings
+    problems = _run.run_problems(readers, _run.Limits())
+    return {
+        "pairs": pairs,
+        "gate": gate.to_json(),
+        "exit_code": gate.exit_code(),
+        "problems": [{**problem, "what": _named(problem["what"], readers)} for problem in problems],
+        "refusals": refusals,
+        "labels": {arm.reader.folder.name: arm.label for alike in models.values() for arm in labelled(alike)},
+        "notes": list(dict.fromkeys(notes)),
+    }
 
 
 def _named(text: str, readers: Sequence[RunReader]) -> str:
@@ -138,13 +151,66 @@ def _named(text: str, readers: Sequence[RunReader]) -> str:
     return text
 
 
-def _groups(readers: Sequence[RunReader]) -> list[list[RunReader]]:
-    """Return the runs of each task and context that has a dense run and others."""
-    groups: dict[tuple[str, int | None], list[RunReader]] = {}
-    for reader in readers:
-        if reader.facts is not None and reader.spec.shard is None:
-            groups.setdefault((reader.spec.task, reader.spec.ctx), []).append(reader)
-    return [g for g in groups.values() if len(g) > 1 and g[0].spec.mode_name == "dense"]
+class Groups(NamedTuple):
+    """What of the runs is compared with what."""
+
+    comparisons: list[list[list[RunReader]]]
+    """By comparison, the runs of each task and context, the reference first."""
+    refusals: list[str]
+    """Why a run stands without a verdict although there is a dense one of its task and context."""
+
+
+def _groups(readers: Sequence[RunReader]) -> Groups:
+    """Put each run to the first dense one it may be compared with."""
+    found: list[list[RunReader]] = []
+    refusals = []
+    for place in _apart(readers, lambda reader: (reader.spec.task, reader.spec.ctx)).values():
+        groups: list[list[RunReader]] = []
+        for reader in place:
+            own = next((group for group in groups if not _mismatch(group[0], reader).must), None)
+            if own is not None:
+                own.append(reader)
+            elif reader.spec.mode_name == "dense":
+                groups.append([reader])
+            elif groups:
+                nearest = min((group[0] for group in groups), key=lambda r: len(_mismatch(r, reader).must))
+                refusals.append(
+                    _refused(_mismatch(nearest, reader).refusal(nearest.spec.mode, reader.spec.mode))
+                )
+        found += [group for group in groups if len(group) > 1]
+    comparisons = _apart(found, lambda group: _kind(group[0]))
+    return Groups(list(comparisons.values()), refusals)
+
+
+def _mismatch(reference: RunReader, candidate: RunReader) -> Mismatch:
+    from rcq_cli.contract import compare_contracts
+
+    return compare_contracts(reference.contract, candidate.contract)
+
+
+def _refused(error: RcqError) -> str:
+    return f"{error.what}: {error.why}" if error.why else error.what
+
+
+def _kind(reader: RunReader) -> str:
+    """Return what all runs of one `compare` share, whatever their task and context."""
+    from rcq_cli.contract import is_must
+
+    spec, fields = reader.spec, reader.contract
+    shared = {
+        name: value
+        for name, value in sorted(fields.items())
+        if name.partition(".")[0] in ("model", "tokenizer", "pipeline", "software") and is_must(name)
+    }
+    return repr((shared, spec.seed, spec.preset))
+
+
+def _apart(entries: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, list[T]]:
+    """Return the entries by key, in the order in which keys and entries come."""
+    found: dict[Hashable, list[T]] = {}
+    for entry in entries:
+        found.setdefault(key(entry), []).append(entry)
+    return found
 
 
 def _header(readers: Sequence[RunReader]) -> str:

@@ -109,8 +109,8 @@ def _cell(cell: Cell, column: Column) -> str:
 
 
 def _verdict(document: Record) -> str:
-    chips = [_pair_chip(pair) for pair in document["pairs"]]
-    chips += [chip for cell in document["cells"] if (chip := _certificate_chip(cell))]
+    chips = [_pair_chip(pair, document) for pair in document["pairs"]]
+    chips += [chip for cell in document["cells"] if (chip := _certificate_chip(cell, document))]
     chips += [_chip("doubt", "not compared", why) for why in document["refusals"]]
     chips += [
         _chip("bad", "problem", problem["what"]) for problem in document["problems"] if problem["code"] != 4
@@ -123,10 +123,16 @@ def _chip(kind: str, head: str, rest: str) -> str:
     return f'<div class="chip {kind}"><b>{escape(head)}</b>{escape(rest)}</div>'
 
 
-def _pair_chip(pair: Record) -> str:
+def _place(record: Record, document: Record) -> str:
+    """Return task and context of a cell or a pair, and the model where there are several."""
+    several = len({run["model"] for run in document["runs"]}) > 1
+    return _columns.place(record) + (f", {record['model']}" if several else "")
+
+
+def _pair_chip(pair: Record, document: Record) -> str:
     verdict = str(pair.get("verdict") or "-")
     kind = {"pass": "good", "fail": "bad", "inconclusive": "doubt"}.get(verdict, "")
-    what = f"{pair['candidate']} against {pair['reference']}, {_columns.place(pair)}"
+    what = f"{pair['candidate']} against {pair['reference']}, {_place(pair, document)}"
     if pair.get("expected") and verdict == "fail":
         kind, verdict = "doubt", "expected fail"
     change = (
@@ -135,11 +141,11 @@ def _pair_chip(pair: Record) -> str:
     return _chip(kind, f"{verdict.upper()} {what}", ", ".join(filter(None, (change, f"n = {pair.get('n')}"))))
 
 
-def _certificate_chip(cell: Record) -> str:
+def _certificate_chip(cell: Record, document: Record) -> str:
     found = cell.get("certificates")
     if not found:
         return ""
-    place = f"{cell['mode']}, {_columns.place(cell)}"
+    place = f"{cell['mode']}, {_place(cell, document)}"
     if found["violations"]:
         what = f"{found['violations']} of {found['audited']} audited head-steps are above their bound"
         return _chip("bad", f"CERTIFICATE VIOLATED {place}", what)
@@ -206,7 +212,7 @@ def _memory(document: Record) -> str:
         dense = held["dense_equivalent"]
         outline = svg.Segment("a dense cache of 16-bit elements", dense, binary_bytes(dense))
         total = f"tier 1 {binary_bytes(held['device'])}"
-        bars.append(svg.Bar(f"{cell['mode']}, {_columns.place(cell)}: {total}", segments, outline))
+        bars.append(svg.Bar(f"{cell['mode']}, {_place(cell, document)}: {total}", segments, outline))
     if not bars:
         return ""
     about = (
@@ -233,7 +239,7 @@ def _memory_table(document: Record) -> Table:
             )
             rows.append(
                 (
-                    Cell(_columns.place(cell)),
+                    Cell(_place(cell, document)),
                     Cell(cell["mode"]),
                     *(Cell(text) for text in shown),
                     Cell(binary_bytes(dense)),

@@ -69,10 +69,11 @@ class Paired:
     summary: str = "each mode against the reference: difference, verdict, memory, time and certificates"
 
     def tables(self, document: Mapping[str, Json]) -> tuple[Table, ...]:
-        """Return one block per task and context of `document`, then the gate."""
+        """Return a block per task and context of `document`, and model where pairs name it; then the gate."""
         cells: Sequence[Mapping[str, Json]] = document["cells"]
         pairs: Sequence[Mapping[str, Json]] = document["pairs"]
-        places = dict.fromkeys((cell["task"], cell.get("ctx")) for cell in cells)
+        apart = any("model" in pair for pair in pairs)
+        places = dict.fromkeys((c["task"], c.get("ctx"), c["model"] if apart else None) for c in cells)
         shown = Shown.of(document)
         blocks = [
             _block([c for c in cells if _at(c, place)], [p for p in pairs if _at(p, place)], shown)
@@ -118,8 +119,9 @@ def _banner(document: Mapping[str, Json]) -> tuple[Table, ...]:
     return (Table(title, (), (), (f"in {', '.join(dict.fromkeys(lifted))}",)),)
 
 
-def _at(record: Mapping[str, Json], place: tuple[str, int | None]) -> bool:
-    return (record["task"], record.get("ctx")) == place
+def _at(record: Mapping[str, Json], place: tuple[str, int | None, str | None]) -> bool:
+    """Say whether a cell or a pair is of a task, a context and a model, if that matters."""
+    return (record["task"], record.get("ctx")) == place[:2] and place[2] in (None, record.get("model"))
 
 
 def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Json]], shown: Shown) -> Table:

@@ -164,6 +164,35 @@ def test_runs_that_must_not_be_compared_stand_without_a_verdict(tmp_path, capsys
     assert "not compared" in " ".join(read(path).words)
 
 
+def test_verdicts_do_not_depend_on_what_else_is_in_the_report(tmp_path, capsys):
+    """Holm counts the cells of one comparison: the runs of another model are none of them."""
+    scores = {"dense": [1.0] * 12, "naive": [1.0] * 6 + [0.0] * 6}
+    mine = [stored_run(tmp_path / "a", mode, found) for mode, found in scores.items()]
+    other = {"model": "smollm2-135m", "fields": {"model.id": "smollm2-135m"}}
+    theirs = [stored_run(tmp_path / "b", mode, [1.0] * 9 + [0.0] * 3, **other) for mode in scores]
+
+    def judged(*runs):
+        path = report(capsys, tmp_path, *runs)[3]
+        return json.loads(read(path).data), " ".join(read(path).words)
+
+    alone, both = judged(*mine)[0], judged(*mine, *theirs)
+    assert [pair["holm_family"] for pair in both[0]["pairs"]] == [1, 1]
+    assert both[0]["pairs"][0] == alone["pairs"][0]
+    assert [pair["model"] for pair in both[0]["pairs"]] == ["needle", "smollm2-135m"]
+    assert "naive against dense, niah@8k, smollm2-135m" in both[1]
+    assert both[0]["refusals"] == []
+
+
+def test_a_run_without_a_dense_one_of_its_kind_is_told(tmp_path, capsys):
+    one = stored_run(tmp_path / "a", "dense", [1.0] * 12)
+    two = stored_run(tmp_path / "b", "naive", [1.0] * 12)
+    other = stored_run(tmp_path / "c", "certified", [1.0] * 12, fields={"task.prompts_sha256": "another"})
+    document = json.loads(read(report(capsys, tmp_path, one, two, other)[3]).data)
+    assert [pair["candidate"] for pair in document["pairs"]] == ["naive"]
+    assert document["refusals"][0].startswith("dense and certified cannot be compared: ")
+    assert "task.prompts_sha256" in document["refusals"][0]
+
+
 def test_an_unfinished_run_is_shown_as_one(tmp_path, capsys):
     run = traced_run(tmp_path, finish=False)
     code, _, _, path = report(capsys, tmp_path, run)
