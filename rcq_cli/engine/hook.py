@@ -53,6 +53,8 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.geometry: Geometry | None = None
         self.state: LayerState | None = None
         self.collector: Collector | None = None
+        self.closed = False
+        """The call it was made for has ended."""
 
     @property
     def prefilling(self) -> bool:
@@ -76,8 +78,19 @@ class ManagedLayer(CacheLayerMixin):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
         **rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Collect the keys and values of a prefill chunk, or hand those of a decode step on to attention."""
+        """Collect the keys and values of a prefill chunk, or hand those of a decode step on to attention.
+
+        Raises `SpecError` where the call that it was made for has ended: stock attention would see the new
+        token alone.
+        """
         del args, rest
+        if self.closed:
+            raise SpecError(
+                "this cache belongs to a generate call that has ended",
+                why="rcq_cli.attach keeps a cache for one call",
+                fix="give the model the whole text again, inside the block or after it",
+                id="RCQ-USE-34",
+            )
         if kwargs is not None:
             kwargs["rcq_layer"] = self
         start, self.seen = self.seen, self.seen + key_states.shape[-2]

@@ -210,6 +210,8 @@ def attach_session(model: Any, mode: Mode, options: Any, backend: str) -> Iterat
         finally:
             for handle in hooks:
                 handle.remove()
+            for layer in managed_layers(call.cache).values():
+                layer.closed = True
 
     with attached(model, hook):
         model.generate = generate

@@ -258,6 +258,21 @@ def test_a_forward_call_of_the_user_raises_while_attached_and_works_afterwards(l
     llama(ids)
 
 
+@pytest.mark.parametrize("mode", ["dense", "certified", "streaming-llm"])
+def test_a_cache_that_outlives_its_call_is_refused_instead_of_read_as_an_empty_one(llama, mode):
+    def use(answer):
+        with pytest.raises(SpecError, match="a generate call that has ended"):
+            llama(answer.sequences[:, -1:], cache=answer.past_key_values)
+
+    with attach(llama, mode) as session:
+        answer = llama.generate(prompt(20), return_dict_in_generate=True, **GREEDY)
+        use(answer)
+        assert session.summary()["calls"] == 1
+    use(answer)
+    with pytest.raises(SpecError, match="a generate call that has ended"):
+        llama.generate(answer.sequences, cache=answer.past_key_values, **GREEDY)
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_blocks_do_not_nest_and_the_outer_one_goes_on(llama, same):
     ids = prompt(20)

@@ -210,7 +210,7 @@ def test_holm_counts_the_cells_of_each_candidate_alone():
 
 
 def test_a_loss_that_only_holm_leaves_in_doubt_says_so():
-    cells = [(spec(candidate="naive", ctx=i), *table(2, 6, 0, 0)) for i in range(2)]
+    cells = [(spec(candidate="naive", ctx=i, margin=0.15), *table(16, 6, 0, 0)) for i in range(2)]
     alone, both = judge(cells[:1])[0], judge(cells)[0]
     assert (alone["verdict"], both["verdict"]) == ("fail", "inconclusive")
     assert "p = 0.0625, adjusted for 2 cells (Holm), is not below 0.05" in both["reasons"][-1]
