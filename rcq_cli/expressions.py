@@ -15,6 +15,10 @@ from rcq_cli.registry import did_you_mean
 Record = Mapping[str, Any]
 
 STATS = ("reference", "candidate", "difference", "ratio", "lower", "upper", "verdict", "n")
+SHARE = "share"
+"""Statistic of `device_bytes` alone: the candidate's over a dense 16-bit cache, as tables show them.
+
+`ratio` is over the reference's, which a float32 model makes twice as large."""
 OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -86,8 +90,8 @@ def parse_gate(text: str) -> GateExpression:
     if match is None:
         raise SpecError(f"gate {text!r} has not the form {_SHAPE}", id="RCQ-USE-22")
     stat, op = match["stat"], match["op"]
-    if stat not in STATS:
-        raise _unknown(text, "statistic", stat, STATS)
+    if stat not in (*STATS, SHARE):
+        raise _unknown(text, "statistic", stat, (*STATS, SHARE))
     allowed = _stats_of(match["metric"])
     if stat not in allowed:
         raise SpecError(
@@ -121,6 +125,8 @@ def check_gates(
 def _stats_of(metric: str) -> tuple[str, ...]:
     if metric in COUNT_METRICS:
         return ("candidate", "verdict", "n")
+    if metric == "device_bytes":
+        return (SHARE, "ratio", "verdict", "n")
     return ("ratio", "lower", "upper", "verdict", "n") if metric in COST_METRICS else STATS
 
 
@@ -214,6 +220,9 @@ def _value(gate: GateExpression, pair: Record, cells: Sequence[Record]) -> Any:
         return pair[stat]
     if metric == "decode_ms" and pair.get("latency_paired") is False:
         return None
+    if stat == SHARE:
+        held = _cell_of(pair, cells, "candidate").get("bytes") or {}
+        return held.get("device_ratio")
     if metric in COST_METRICS:
         ends = pair.get("latency_ci") if metric == "decode_ms" else None
         if stat in ("lower", "upper"):
@@ -244,8 +253,11 @@ def _of_cells(pair: Record, cells: Sequence[Record], metric: str, stat: str) -> 
 
 def cell_value(pair: Record, cells: Sequence[Record], arm: str, metric: str) -> float | None:
     """Return a further metric of the cell of one arm (`reference` or `candidate`) of a pair."""
-    for cell in cells:
-        if (cell["task"], cell["ctx"], cell["mode"]) == (pair["task"], pair["ctx"], pair[arm]):
-            value: float | None = (cell.get("metrics") or {}).get(metric)
-            return value
-    return None
+    value: float | None = (_cell_of(pair, cells, arm).get("metrics") or {}).get(metric)
+    return value
+
+
+def _cell_of(pair: Record, cells: Sequence[Record], arm: str) -> Record:
+    """Return the cell of one arm of a pair, an empty one where there is none."""
+    place = pair["task"], pair["ctx"], pair[arm]
+    return next((cell for cell in cells if (cell["task"], cell["ctx"], cell["mode"]) == place), {})

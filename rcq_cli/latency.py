@@ -27,7 +27,7 @@ def paired_times(
 
     Two answers were side by side when they share one prefill: its time, in ns, is then the same number. The
     ratio is exp of the mean over blocks of log(median step of the candidate / median step of the reference),
-    its interval Student's. Without enough such samples only `latency_paired` stands there, false.
+    its interval Student's. Without enough such samples `latency_paired` is false and there is neither.
     """
     ratios = []
     for sample in sorted(reference.keys() & candidate.keys()):
@@ -37,7 +37,7 @@ def paired_times(
         if shared and all(steps) and all(min(times) > 0 for times in steps):
             ratios.append(math.log(median(steps[1]) / median(steps[0])))
     if len(ratios) < max(FEWEST_BLOCKS, len(reference.keys() & candidate.keys())):
-        return {"latency_paired": False}
+        return {"latency_paired": False, "latency_blocks": len(ratios)}
     estimate = stats.t_interval(ratios, alpha)
     assert estimate is not None  # there are at least five blocks
     return {

@@ -60,6 +60,8 @@ class PairSpec:
     """Key of the number of tokens behind that mean, for perplexity."""
     exact_candidate: bool = False
     """The candidate declares itself exact, so it need not have acted."""
+    same_mode: bool = False
+    """Both arms are one mode with the same options: equal outputs are what they should give."""
     controls: bool = True
     """False when the task's controls were switched off."""
     partial: bool = False
@@ -212,7 +214,10 @@ def _check_engaged(spec: PairSpec, pairing: Pairing) -> None:
     if faulty and not spec.allow_inactive:
         what = f"{spec.candidate} did nothing in {len(faulty)} of {len(records)} samples: {_listed(faulty)}"
         pairing.problems.append(Problem(6, "inactive", what, len(faulty)))
-    if len(idle) < len(records) and pairing.paired and _same_outputs(pairing):
+    # certificates of its steps are proof that a mode ran, and equal outputs its best result
+    proven = all(row.get("steps") for row in pairing.candidate)
+    doubted = len(idle) < len(records) and not (proven or spec.same_mode)
+    if doubted and pairing.paired and _same_outputs(pairing):
         what = f"mode not applied: every text and every first logit of {spec.candidate} equals the reference"
         pairing.labels.append("mode not applied")
         pairing.problems.append(Problem(6, "not_applied", what, len(records)))

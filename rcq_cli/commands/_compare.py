@@ -264,6 +264,7 @@ def parts_of(
             mid_p=rules.mid_p,
             cluster=rules.cluster,
             exact_candidate=candidate.reader.spec.mode_name == "dense",
+            same_mode=mode_hash(reference.reader.contract) == mode_hash(candidate.reader.contract),
             controls=spec.controls and candidate.reader.spec.controls,
             partial=rules.partial,
             allow_inactive=rules.limits.allow_inactive,
@@ -299,7 +300,9 @@ def _finished(
     whole = {**add_costs(dict(pair), *arms, timing_comparable=comparable), "expected": expected}
     times = [clocks.get((pair["task"], pair["ctx"], pair[side]), {}) for side in ("reference", "candidate")]
     return whole | (
-        paired_times(times[0], times[1], rules.alpha) if comparable else {"latency_paired": False}
+        paired_times(times[0], times[1], rules.alpha)
+        if comparable
+        else {"latency_paired": False, "latency_blocks": 0}
     )
 
 

@@ -32,6 +32,7 @@ _COLUMNS = (
     Column("rungs used"),
     Column("violations"),
 )
+APART = "step times of runs apart: what else the machine did then is part of their ratio"
 _STYLE = {"pass": "good", "fail": "bad", "inconclusive": "doubt"}
 
 
@@ -133,6 +134,7 @@ def _block(cells: Sequence[Mapping[str, Json]], pairs: Sequence[Mapping[str, Jso
     )
     rows = tuple(_row(cell, by_mode.get(cell["mode"]), cell["mode"] == reference, shown) for cell in cells)
     notes = [f"{pair['candidate']}: {'; '.join(told)}" for pair in pairs if (told := reasons(pair))]
+    notes += [f"{pair['candidate']}: {APART}" for pair in pairs if _timed_apart(pair)]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _distance(cell))]
     notes += [f"{cell['mode']}: {text}" for cell in cells if (text := _columns.engaged(cell))]
     notes += [f"{cell['mode']}: run is {cell['status']}" for cell in cells if cell["status"] != "complete"]
@@ -204,6 +206,11 @@ def _flips(pair: Mapping[str, Json]) -> Cell:
         return MISSING
     counts = "" if lost is None or won is None else f" ({lost} lost, {won} won)"
     return Cell(decimal(rate) + counts)
+
+
+def _timed_apart(pair: Mapping[str, Json]) -> bool:
+    """Say whether a ratio of step times is shown although no answers were given side by side."""
+    return pair.get("latency_ratio") is not None and pair.get("latency_blocks") == 0
 
 
 def _ratio(pair: Mapping[str, Json]) -> Cell:

@@ -118,7 +118,7 @@ def test_the_ratio_of_times_is_that_of_the_paired_blocks():
 def test_times_of_runs_that_did_not_share_their_prefills_are_not_paired():
     one, two = clocked(1)
     apart = {key: record | {"prefill_ns": record["prefill_ns"] + 7} for key, record in two.items()}
-    assert paired_times(one, apart) == {"latency_paired": False}
+    assert paired_times(one, apart) == {"latency_paired": False, "latency_blocks": 0}
     pair = {"task": "niah", "ctx": 4096, "candidate": "again", "latency_paired": False}
     gate = latency_gate(pair, 0.1, strict=False)
     assert (gate.status, gate.code) == ("not evaluated", 5)

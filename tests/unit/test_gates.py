@@ -288,6 +288,17 @@ def test_perplexity_gates_speak_of_ratios():
     assert found.exit_code() == 0
 
 
+def test_device_bytes_are_gated_as_the_tables_show_them_or_over_the_reference():
+    pairs = [pair | {"device_bytes_ratio": 0.27} for pair in judge([entry()])]
+    place = {name: pairs[0][name] for name in ("task", "ctx")}
+    cells = [place | {"mode": pairs[0]["candidate"], "bytes": {"device_ratio": 0.54}}]
+    gates = [parse_gate(f"profile.device_bytes.{name} > 0.45") for name in ("share", "ratio")]
+    found = evaluate_gates(pairs, cells, fail_on=gates).gates[-2:]
+    assert [(gate.value, gate.status) for gate in found] == [(0.54, "fail"), (0.27, "pass")]
+    with pytest.raises(SpecError, match="accuracy has no share"):
+        parse_gate("niah.accuracy.share > 0.45")
+
+
 def test_cost_gates_read_the_ratio_and_refuse_times_that_cannot_be_compared():
     pairs = [pair | {"latency_ratio": 1.3, "device_bytes_ratio": 0.4} for pair in judge([entry()])]
     gates = [parse_gate(text) for text in ("profile.decode_ms.ratio > 1.25", "*.device_bytes.ratio > 0.5")]

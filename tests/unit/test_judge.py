@@ -546,6 +546,10 @@ def test_a_lying_mode_is_found_by_its_outputs():
     # one other logit shows that something happened
     moved = changed(copied, 7, first_logits_sha256="other")
     assert judge_cell(spec(), reference, moved)["verdict"] == "pass"
+    # certificates of its steps are proof enough, and the same mode again should give the same
+    certified = [row | {"steps": True} for row in copied]
+    assert judge_cell(spec(), reference, certified)["problems"] == []
+    assert judge_cell(spec(same_mode=True), reference, copied)["problems"] == []
     # without logits nothing is claimed
     unknown = [[r | {"first_logits_sha256": None} for r in arm] for arm in (reference, copied)]
     assert judge_cell(spec(), *unknown)["problems"] == []
