@@ -28,6 +28,12 @@ def compared(capsys: pytest.CaptureFixture, *argv: str) -> dict:
     return document
 
 
+def test_step_times_of_runs_that_took_no_turns_are_called_so(published, capsys):
+    _, out, _ = ask(capsys, "compare", *published)
+    assert "1.00x" in out
+    assert "naive: step times of runs apart" in out
+
+
 def test_the_published_naive_run_is_judged_as_published(published, capsys):
     document = compared(capsys, *published)
     (pair,) = document["pairs"]
