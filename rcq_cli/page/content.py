@@ -41,7 +41,7 @@ def document(
         "cells": cells,
         "profiles": list(profiles),
         "traces": [_trace(reader) for reader in readers if reader.steps() is not None],
-        "heatmaps": heatmaps(readers),
+        "heatmaps": heatmaps(readers, names),
         "environment": _environment(readers),
         **judged,
     }
@@ -94,17 +94,21 @@ def _environment(readers: Sequence[RunReader]) -> dict[str, list[Json]]:
     return {f"{g}.{n}": [record.get(g, {}).get(n) for record in records] for g, n in names}
 
 
-def heatmaps(readers: Sequence[RunReader]) -> list[dict[str, Json]]:
-    """Return score by depth and context of each mode's niah runs, with n and a Wilson interval per field."""
-    by_mode: dict[str, dict[tuple[float, int], list[float]]] = {}
+def heatmaps(readers: Sequence[RunReader], names: Mapping[str, str]) -> list[dict[str, Json]]:
+    """Return score by depth and context of each model's and mode's niah runs.
+
+    Every field has n and a Wilson interval. `names` are those of modes, by run folder.
+    """
+    by_mode: dict[tuple[str, str], dict[tuple[float, int], list[float]]] = {}
     for reader in readers:
         spec, facts = reader.spec, reader.facts
         if spec.task_name != "niah" or spec.ctx is None or facts is None:
             continue
-        scores = by_mode.setdefault(spec.mode, {})
+        mode = names.get(reader.folder.name, spec.mode)
+        scores = by_mode.setdefault((spec.model, mode), {})
         for depth, score in _depths(reader.examples(), facts.score_key):
             scores.setdefault((depth, spec.ctx), []).append(score)
-    return [_heatmap(mode, scores) for mode, scores in by_mode.items() if scores]
+    return [{"model": model} | _heatmap(mode, scores) for (model, mode), scores in by_mode.items() if scores]
 
 
 def _depths(rows: Iterable[Record], key: str) -> Iterable[tuple[float, float]]:

@@ -101,7 +101,7 @@ def heatmap(found: Record) -> str:
         )
         for row in found["rows"]
     ]
-    about = f"score by needle depth and context, {found['mode']}"
+    about = f"score by needle depth and context, {found['mode']}, {found['model']}"
     return f"<h3>{escape(about)}</h3>" + svg.grid(rows, columns, about)
 
 

@@ -180,6 +180,8 @@ def test_verdicts_do_not_depend_on_what_else_is_in_the_report(tmp_path, capsys):
     assert both[0]["pairs"][0] == alone["pairs"][0]
     assert [pair["model"] for pair in both[0]["pairs"]] == ["needle", "smollm2-135m"]
     assert "naive against dense, niah@8k, smollm2-135m" in both[1]
+    maps = [(found["model"], found["mode"]) for found in both[0]["heatmaps"]]
+    assert sorted(maps) == [(m, mode) for m in ("needle", "smollm2-135m") for mode in ("dense", "naive")]
     assert both[0]["refusals"] == []
 
 
