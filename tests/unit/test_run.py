@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from itertools import islice
 
 import pytest
 
@@ -488,22 +487,6 @@ def test_a_batch_without_prompts_ends_the_run_before_another_one_works(tmp_path,
         execute(tmp_path / "out", engine, batch("dense"), batch("dense", ctx=16))
     assert engine.decoded == []
     assert not (tmp_path / "out").exists()
-
-
-def test_fewer_samples_than_asked_for_are_told(tmp_path):
-    class Short(stub_bench.Task):
-        def samples(self, request, tokenizer):
-            return islice(super().samples(request, tokenizer), 3)
-
-    heard = []
-
-    class Listener(stub_bench.Silent):
-        def note(self, text):
-            heard.append(text)
-
-    run.TASKS.entries["stub"] = Short(parts=("a", "b"))
-    execute(tmp_path, Engine(), batch("dense"), progress=Listener())
-    assert heard == ["5 samples at 32 were asked for; there are stub/a 3, stub/b 3"]
 
 
 def test_progress_hears_of_every_answer(tmp_path):
