@@ -324,7 +324,9 @@ class _Work:
         arms = self.arms[:1] if sample.control == "no-needle" else self.arms
         row = records.sample_row("", part, sample, self.spec.ctx)
         if self.spec.keep_prompts:
+            # the text is to be read; special tokens and merges make the ids alone exact
             row["prompt"] = self.bench.loaded.tokenizer.decode(sample.prompt_ids)
+            row["prompt_ids"] = list(sample.prompt_ids)
         rows = []
         for arm in arms:
             if not arm.writer.complete:

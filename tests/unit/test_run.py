@@ -7,6 +7,7 @@ import pytest
 from rcq_cli import finish, run, store
 from rcq_cli.errors import BrokenRun, NotComparable, SpecError, UnsupportedHere
 from rcq_cli.finish import merge, rescore
+from rcq_cli.records import prompt_sha256
 from rcq_cli.store import RunReader
 from tests.unit import stub_bench
 from tests.unit.stub_bench import NAN, OUT_OF_MEMORY, Engine, Task, batch, execute, loaded
@@ -153,7 +154,14 @@ def test_the_contract_knows_the_prompts_once_they_are_drawn(tmp_path):
 def test_prompts_are_kept_only_when_asked(tmp_path):
     kept, not_kept = readers(tmp_path, None, batch("dense", keep_prompts=True), batch("dense"))
     assert kept.examples()[0]["prompt"].startswith("1 ")
-    assert "prompt" not in not_kept.examples()[0]
+    assert not {"prompt", "prompt_ids"} & set(not_kept.examples()[0])
+
+
+def test_a_kept_prompt_is_the_one_that_was_asked(tmp_path):
+    (kept,) = readers(tmp_path, None, batch("dense", keep_prompts=True))
+    for row in (*kept.examples(), *kept.controls()):
+        assert prompt_sha256(row["prompt_ids"]) == row["prompt_ids_sha256"]
+        assert len(row["prompt_ids"]) == row["prompt_tokens"]
 
 
 def test_controls_are_never_audited_and_may_be_off(tmp_path):
