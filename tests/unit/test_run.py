@@ -85,6 +85,7 @@ def test_bytes_are_the_largest_over_the_samples(tmp_path):
 def test_certificates_stand_where_the_mode_certifies(tmp_path):
     dense, certified = readers(tmp_path)
     assert dense.cells()[0]["certificates"] is None
+    assert dense.cells()[0]["certificates_status"] == "not_applicable"
     assert dense.steps() is None
     found = certified.cells()[0]["certificates"]
     assert (found["head_steps"], found["certified"], found["audited"]) == (5 * 2 * 1 * 2, 20, 20)
