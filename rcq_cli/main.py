@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,6 +54,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(shell: Shell, rest: list[str]) -> int:
+    argv = with_bare_values(rest)
+    shell.foretold(command_of(argv), json_target_of(argv))
     try:
         shell.check_presentation()
         check_words(shell.argv)
@@ -60,7 +63,7 @@ def _run(shell: Shell, rest: list[str]) -> int:
             shell.stderr.write(SHORT_HELP)
             return 2
         with _terminable():
-            return _call(shell, with_bare_values(rest))
+            return _call(shell, argv)
     except RcqError as error:
         return shell.fail(error)
     except KeyboardInterrupt:
@@ -82,7 +85,7 @@ def _call(shell: Shell, argv: list[str]) -> int:
     try:
         code = build().main(args=argv, prog_name="rcq", standalone_mode=False, obj=shell)
     except TyperException as error:
-        raise usage_error(error) from error
+        raise usage_error(error, shell.command) from error
     except SystemExit as stop:
         # Typer leaves so after completion, and when the reader of a help text has gone away
         return stop.code if isinstance(stop.code, int) and not _reader_gone() else 0
@@ -171,20 +174,51 @@ def with_bare_values(argv: Sequence[str]) -> list[str]:
     return out
 
 
-def usage_error(error: Any) -> SpecError:
+def command_of(argv: Sequence[str]) -> str:
+    """Return the command that `argv` names, nothing when it names none."""
+    name = next((word for word in argv if not word.startswith("-")), "")
+    return name if name in COMMANDS.names() else ""
+
+
+def json_target_of(argv: Sequence[str]) -> str | None:
+    """Return where `argv` asks for the document: `-` is stdout, None nowhere.
+
+    Read from the words alone, for an error that comes before they are parsed.
+    """
+    target = None
+    short = () if command_of(argv) == "report" else ("-o",)  # there it names the page
+    words = [*argv[: argv.index("--") if "--" in argv else None], ""]
+    for word, after in pairwise(words):
+        if word in short and after == "json":
+            target = target or "-"
+        elif word == "--json" or word.startswith("--json="):
+            target = word.partition("=")[2] or after
+    return target
+
+
+def usage_error(error: Any, command: str) -> SpecError:
     """Return Typer's complaint about the arguments as one of ours, with the near match."""
-    ctx = getattr(error, "ctx", None)
-    where = ctx.command_path if ctx else "rcq"
+    where = f"rcq {command} --help" if command else "rcq --help"
     if hasattr(error, "possibilities"):
-        near = get_close_matches(error.option_name, [*(error.possibilities or ()), *EVERYWHERE], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest_option(error.option_name, [*(error.possibilities or ()), *EVERYWHERE])
+        hint = f"did you mean {near!r}? " if near else ""
         return SpecError(
             f"unknown option {error.option_name}",
-            fix=f"{hint}{where} --help lists what is allowed",
+            fix=f"{hint}{where} lists what is allowed",
             id="RCQ-USE-02",
         )
     message = " ".join(error.format_message().split()).rstrip(".")
-    return SpecError(message[:1].lower() + message[1:], fix=f"see {where} --help", id="RCQ-USE-02")
+    return SpecError(message[:1].lower() + message[1:], fix=f"see {where}", id="RCQ-USE-02")
+
+
+def nearest_option(name: str, known: Sequence[str]) -> str:
+    """Return the option of `known` that `name` is near to, nothing when none is.
+
+    Without their dashes: the two that all have in common would make short names look alike.
+    """
+    bare = {option.lstrip("-"): option for option in known}
+    near = get_close_matches(name.lstrip("-"), bare, n=1)
+    return bare[near[0]] if near else ""
 
 
 def interrupted() -> Interrupted:

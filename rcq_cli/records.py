@@ -184,8 +184,8 @@ def cell(
         **_known("fill_ratio_min", min(fills, default=None), "not_applicable"),
         **_known("prompt_tokens_median", _median(prompts), "not_applicable" if rows else "no_samples"),
         **_speed([timings[row["key"]] for row in good if row["key"] in timings]),
-        "bytes": _largest_bytes(good),
-        "certificates": _shown(certificates),
+        **_known("bytes", _largest_bytes(good), _absent(spec, good, "not_measured")),
+        **_known("certificates", _shown(certificates), _absent(spec, good, _uncertified(facts))),
         **_estimates(good),
         "status": status,
     }
@@ -208,6 +208,17 @@ def _estimates(rows: Sequence[Row]) -> dict[str, Any]:
     covered = probes - misses
     interval = list(clopper_pearson(covered, probes))
     return {"estimates": found | {"coverage": covered / probes, "coverage_ci": interval}}
+
+
+def _absent(spec: RunSpec, good: Sequence[Row], otherwise: str) -> str:
+    """Return why a cell lacks what only the cache of an answered sample has."""
+    if not good:
+        return "no_samples"
+    return "not_applicable" if spec.ctx is None else otherwise
+
+
+def _uncertified(facts: TaskFacts) -> str:
+    return "no_decode_steps" if facts.label in ("reported", "certified") else "not_applicable"
 
 
 def _shown(certificates: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -289,21 +289,15 @@ class _Work:
         self.options = identity.task_options(self.task, self.spec, self.bench.loaded)
 
     def samples(self) -> None:
-        """Answer the scored samples, and say where a task has fewer of them than were asked for."""
+        """Answer the scored samples."""
         turns = (self._turn(*drawn) for drawn in self._drawn(self.task.samples))
-        came = dict.fromkeys(identity.task_parts(self.task, self.spec), 0)
         for part, sample, rows in self.desk.ahead(turns):
-            came[part] += 1
             for arm, row, missing in rows:
                 if missing:
                     self._store(arm, sample, row)
                 arm.count(row["key"])
                 if missing:
                     self._tell(arm, part)
-        short = [f"{self.spec.cell_task(part)} {n}" for part, n in came.items() if n < self.spec.taken]
-        if short:
-            asked = f"{self.spec.taken} samples" + (f" at {self.spec.ctx}" if self.spec.ctx else "")
-            self.progress.note(f"{asked} were asked for; there are {', '.join(short)}")
 
     def controls(self) -> None:
         """Answer the control samples: without a needle in the reference alone, the others in every mode."""
@@ -330,7 +324,9 @@ class _Work:
         arms = self.arms[:1] if sample.control == "no-needle" else self.arms
         row = records.sample_row("", part, sample, self.spec.ctx)
         if self.spec.keep_prompts:
+            # the text is to be read; special tokens and merges make the ids alone exact
             row["prompt"] = self.bench.loaded.tokenizer.decode(sample.prompt_ids)
+            row["prompt_ids"] = list(sample.prompt_ids)
         rows = []
         for arm in arms:
             if not arm.writer.complete:

@@ -57,7 +57,7 @@ class Shell:
         self.quiet, self.verbose = False, False
         self.command, self.format = "", "table"
         self.json_target: str | None = None
-        """`-` for stdout, a path, or None; known once the arguments are parsed."""
+        """`-` for stdout, a path, or None; foretold from the words until they are parsed."""
         self.answered = False
         """The JSON document was written: a later failure must not write a second one."""
 
@@ -97,6 +97,10 @@ class Shell:
 
         return view_of(stream, color=self.color, ascii_only=self.ascii_only)
 
+    def foretold(self, command: str, json_target: str | None) -> None:
+        """Take over what the words of the call say before they are parsed, for an error that comes first."""
+        self.command, self.json_target = command, json_target
+
     def parsed(
         self,
         command: str,
@@ -107,7 +111,7 @@ class Shell:
         verbose: bool = False,
     ) -> None:
         """Take over the output flags of a command; raise `SpecError` for a bad or a contradictory one."""
-        self.command, self.quiet, self.verbose = command, quiet, verbose
+        self.command, self.quiet, self.verbose, self.json_target = command, quiet, verbose, None
         check_target(json_target)  # first of all: where it cannot be written no error can be, either
         self.json_target = "-" if format == "json" and json_target is None else json_target
         if format not in FORMATS:
@@ -234,6 +238,7 @@ class Shell:
         }
         # a second failure while reporting the first must not hide it
         with suppress(OSError, RcqError):
+            check_target(self.json_target)
             self._write_document(document)
 
     def internal_error(self, error: Exception) -> int:

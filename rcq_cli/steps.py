@@ -298,9 +298,9 @@ def certificate_summary(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] 
         "exact": total.exact,
         "violations": total.violations,
         "audited": total.audited,
-        **_number("rel_bound_p50", _nearest_rank(bounds, 50), "no_certified_step"),
-        **_number("rel_bound_p95", _nearest_rank(bounds, 95), "no_certified_step"),
-        **_number("rel_error_max", total.rel_error_max, "not_audited"),
+        **figure("rel_bound_p50", _nearest_rank(bounds, 50), "no_certified_step"),
+        **figure("rel_bound_p95", _nearest_rank(bounds, 95), "no_certified_step"),
+        **figure("rel_error_max", total.rel_error_max, "not_audited"),
         "rungs": {str(rung): int(count) for rung, count in enumerate(total.rungs)},
         "promoted_key_share": total.key_share / total.head_steps,
         "promoted_value_share": total.value_share / total.head_steps,
@@ -362,7 +362,7 @@ def _nearest_rank(ordered: "np.ndarray[Any, Any]", percent: int) -> float | None
     return float(ordered[-(-percent * len(ordered) // 100) - 1]) if len(ordered) else None
 
 
-def _number(name: str, value: float | None, absent: str) -> dict[str, Any]:
+def figure(name: str, value: float | None, absent: str) -> dict[str, Any]:
     """Return the value, or null and why it is null."""
     if value is None:
         return {name: None, f"{name}_status": absent}

@@ -49,6 +49,8 @@ ROW: Mapping[str, Check] = {
     **dict.fromkeys(("control", "error", "text", "first_logits_sha256"), _or_none(_TEXT)),
     **dict.fromkeys(("first_ids", "stop_ids"), _many(_WHOLE)),
     "output_ids": _or_none(_many(_WHOLE)),
+    "prompt": _TEXT,
+    "prompt_ids": _many(_WHOLE),
     "references": _many(_TEXT),
     "fill_ratio": _or_none(_NUMBER),
     "meta": _TABLE,

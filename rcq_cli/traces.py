@@ -1,7 +1,7 @@
 """Stored certificates as numbers to look at: series over steps, maps of heads, worst steps, differences.
 
 Works on run folders alone; nothing here is torch. A relative bound is E / (norm - E), as in the summary of a
-run; null means unbounded or not audited, and a count beside it says which.
+run; a null has the reason beside it, in `<name>_status`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rcq_cli.contract import compare_contracts
 from rcq_cli.errors import SpecError
-from rcq_cli.steps import UNITS, arrays_of
+from rcq_cli.readings import Status
+from rcq_cli.steps import UNITS, arrays_of, figure
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Json = Any
 RUNGS = 5
 WORST = 10
+NOT_AUDITED = "not_audited"
 
 
 class Filter(NamedTuple):
@@ -92,7 +94,7 @@ class Flat(NamedTuple):
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 named[name] = None
-                named[f"{name}_status"] = "not_audited" if math.isnan(value) else "unbounded"
+                named[f"{name}_status"] = NOT_AUDITED if math.isnan(value) else "unbounded"
         return named
 
     def records(self) -> Iterator[dict[str, Json]]:
@@ -180,14 +182,15 @@ def series(found: Flat) -> list[dict[str, Json]]:
         error = c["true_error"][rows]
         audited = ~np.isnan(error)
         above = audited & (error > 0)
-        tight = c["total_bound"][rows][above] / error[above] if above.any() else None
+        tight = (c["total_bound"][rows][above] / error[above]).min() if above.any() else None
+        largest = c["rel_error"][rows][audited].max() if audited.any() else None
         out.append(
             {
                 "step": step,
-                "bound_p50": number(np.median(c["rel_bound"][rows])),
-                "bound_max": number(c["rel_bound"][rows].max()),
-                "error_max": number(c["rel_error"][rows][audited].max()) if audited.any() else None,
-                "tightest": None if tight is None else number(tight.min()),
+                **figure("bound_p50", _float(np.median(c["rel_bound"][rows])), NOT_AUDITED),
+                **figure("bound_max", _float(c["rel_bound"][rows].max()), NOT_AUDITED),
+                **figure("error_max", _float(largest), NOT_AUDITED),
+                **figure("tightest", _float(tight), "no_error" if audited.any() else NOT_AUDITED),
                 "audited": int(audited.sum()),
                 "violations": int(c["violated"][rows].sum()),
                 "exact": int(c["exact"][rows].sum()),
@@ -197,9 +200,8 @@ def series(found: Flat) -> list[dict[str, Json]]:
     return out
 
 
-def number(value: Any) -> float | None:
-    """Return a float JSON can hold, None for NaN and infinity."""
-    return float(value) if math.isfinite(value) else None
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def rung_counts(rungs: np.ndarray[Any, Any]) -> list[int]:
@@ -253,7 +255,7 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
         "ctx": spec.ctx,
         "mode": spec.mode,
         "model": spec.model,
-        "eps": spec.mode_options.get("eps"),
+        **_asked("eps", spec.mode_options.get("eps"), Status.NOT_APPLICABLE),
         "samples": len(samples),
         "head_steps": len(found),
         "audited": int((c["true_error"] == c["true_error"]).sum()),
@@ -263,8 +265,12 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
         "series": series(found),
         "map": head_map(found),
         "worst": worst(found),
-        "head_step": next(found.records()) if one else None,
+        **_asked("head_step", next(found.records()) if one else None, Status.NOT_REQUESTED),
     }
+
+
+def _asked(name: str, value: Json, absent: Status) -> dict[str, Json]:
+    return {name: value} if value is not None else {name: None, f"{name}_status": str(absent)}
 
 
 # -- differences --------------------------------------------------------------------------------------------
@@ -309,7 +315,7 @@ def difference(a: RunReader, b: RunReader, wanted: Filter) -> dict[str, Json]:
         "figures": [_figures(found) for found in (one, two)],
         "rung_up": int((two.columns["rung"] > one.columns["rung"]).sum()),
         "rung_down": int((two.columns["rung"] < one.columns["rung"]).sum()),
-        "bound_ratio_p50": number(_ratio_p50(one, two)),
+        **figure("bound_ratio_p50", _ratio_p50(one, two), "no_finite_bound"),
         "heads": _moved(one, two),
     }
 
@@ -326,11 +332,12 @@ def _figures(found: Flat) -> dict[str, Json]:
     c = found.columns
     finite = c["rel_bound"][np.isfinite(c["rel_bound"])]
     errors = c["rel_error"][np.isfinite(c["rel_error"])]
+    absent = NOT_AUDITED if np.isnan(c["rel_error"]).all() else "unbounded"
     return {
         "rungs": rung_counts(c["rung"]),
-        "rel_bound_p50": number(np.median(finite)) if len(finite) else None,
-        "rel_bound_max": number(finite.max()) if len(finite) else None,
-        "rel_error_max": number(errors.max()) if len(errors) else None,
+        **figure("rel_bound_p50", _float(np.median(finite)) if len(finite) else None, "unbounded"),
+        **figure("rel_bound_max", _float(finite.max()) if len(finite) else None, "unbounded"),
+        **figure("rel_error_max", _float(errors.max()) if len(errors) else None, absent),
         "violations": int(c["violated"].sum()),
         "exact": int(c["exact"].sum()),
         "promoted_key_blocks": int(c["promoted_key_blocks"].sum(dtype=np.int64)),
@@ -338,12 +345,12 @@ def _figures(found: Flat) -> dict[str, Json]:
     }
 
 
-def _ratio_p50(one: Flat, two: Flat) -> float:
+def _ratio_p50(one: Flat, two: Flat) -> float | None:
     import numpy as np
 
     a, b = one.columns["total_bound"], two.columns["total_bound"]
     usable = (a > 0) & np.isfinite(a) & np.isfinite(b)
-    return float(np.median(b[usable] / a[usable])) if usable.any() else math.nan
+    return float(np.median(b[usable] / a[usable])) if usable.any() else None
 
 
 def _moved(one: Flat, two: Flat, count: int = WORST) -> list[dict[str, Json]]:

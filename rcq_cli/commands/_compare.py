@@ -140,6 +140,7 @@ def judge_runs(
     candidates = [arm.label for group in groups for arm in labelled(group, among)[1:]]
     gates.check_expectations(rules.expected, candidates)
     for group in groups:
+        warnings += _run.shortages(group)
         arms = labelled(group, among)
         rows = {arm.label: _rows(arm) for arm in arms}
         cells += [cell | {"mode": arm.label} for arm in arms for cell in _run.cells_of([arm.reader])]

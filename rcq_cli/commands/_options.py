@@ -97,7 +97,9 @@ Audit = Annotated[
 MaxErrors = Annotated[
     str, typer.Option("--max-errors", metavar="N", help="Failed samples that a run may have and still count.")
 ]
-KeepPrompts = Annotated[bool, typer.Option("--keep-prompts", help="Store the text of every prompt.")]
+KeepPrompts = Annotated[
+    bool, typer.Option("--keep-prompts", help="Store the text and the token ids of every prompt.")
+]
 AllowInactive = Annotated[
     bool, typer.Option("--allow-inactive", help="Accept samples in which the mode did nothing.")
 ]

@@ -137,6 +137,29 @@ def _accepted(problem: Mapping[str, Json], limits: Limits) -> bool:
     return problem["kind"] == "inactive" and limits.allow_inactive
 
 
+def shortages(readers: Iterable[RunReader]) -> list[str]:
+    """Return a warning for each finished run whose task has fewer samples than somebody asked for.
+
+    Read from the stored run, so that it is said again wherever the run is shown. Sizes of presets and tasks
+    are upper limits that nobody asked for: all there is is what they mean.
+    """
+    found = [_shortage(reader) for reader in readers if reader.summary is not None]
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _shortage(reader: RunReader) -> str:
+    spec = reader.spec
+    came = {cell["task"]: cell["n"] + cell["errors"] for cell in reader.cells()}
+    short = [f"{task} has {n}" for task, n in came.items() if n < spec.taken]
+    if not short or spec.origins.get("samples") not in ("flag", "file"):
+        return ""
+    where = (f" at {spec.ctx} tokens" if spec.ctx else "") + (f" in shard {spec.shard}" if spec.shard else "")
+    return (
+        f"{spec.taken} samples{where} were asked for, but {', '.join(short)}: the score rests on those; "
+        "give the task more, or ask for fewer with --samples"
+    )
+
+
 def report_problems(shell: Shell, problems: Sequence[Mapping[str, Json]]) -> None:
     """Write each problem to stderr as an error of three lines, the gravest first."""
     from rcq_cli.gates import PRECEDENCE

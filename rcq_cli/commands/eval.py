@@ -111,12 +111,21 @@ def _finish(shell: Shell, readers: Sequence[RunReader], limits: Limits) -> int:
 
     problems = _run.run_problems(readers, limits)
     code = exit_code(problem["code"] for problem in problems)
-    _answer(shell, readers, problems, code)
+    warnings = _run.shortages(readers)
+    for warning in warnings:
+        shell.warn(warning)
+    _answer(shell, readers, problems, warnings, code)
     _run.report_problems(shell, problems)
     return code
 
 
-def _answer(shell: Shell, readers: Sequence[RunReader], problems: Sequence[Json], code: int) -> None:
+def _answer(
+    shell: Shell,
+    readers: Sequence[RunReader],
+    problems: Sequence[Json],
+    warnings: Sequence[str],
+    code: int,
+) -> None:
     from rcq_cli.commands import _run
     from rcq_cli.shell import SCHEMA, Result
 
@@ -128,6 +137,7 @@ def _answer(shell: Shell, readers: Sequence[RunReader], problems: Sequence[Json]
         "run": _run.one_of(str(reader.folder) for reader in readers),
         "cells": cells,
         "problems": list(problems),
+        "warnings": list(warnings),
         "exit_code": code,
     }
     shell.answer(Result(document, lambda: _tables(document, readers), cells))

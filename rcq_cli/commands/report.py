@@ -114,7 +114,7 @@ def _judged(readers: Sequence[RunReader]) -> dict[str, Json]:
     models = _apart(readers, lambda reader: reader.spec.model)
     found = _groups([r for r in readers if r.facts is not None and r.spec.shard is None])
     refusals, gate = found.refusals, GateReport(())
-    notes: list[str] = []
+    notes = _run.shortages(readers)
     pairs: list[dict[str, Json]] = []
     for comparison in found.comparisons:
         kept = []

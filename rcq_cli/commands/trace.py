@@ -178,7 +178,10 @@ def _record(shell: Shell, asked: dict[str, Json], given: dict[str, Json]) -> int
     readers = _run.read_runs(_run.carry_out(shell, plan, resume=given["resume"]))
     problems = _run.run_problems(readers, limits)
     code = exit_code(problem["code"] for problem in problems)
-    _answer_recorded(shell, readers, problems, code)
+    warnings = _run.shortages(readers)
+    for warning in warnings:
+        shell.warn(warning)
+    _answer_recorded(shell, readers, problems, warnings, code)
     _run.report_problems(shell, problems)
     return code
 
@@ -192,7 +195,13 @@ def audited(plan: Plan) -> Plan:
     return plan._replace(batches=batches)
 
 
-def _answer_recorded(shell: Shell, readers: Sequence[RunReader], problems: Sequence[Json], code: int) -> None:
+def _answer_recorded(
+    shell: Shell,
+    readers: Sequence[RunReader],
+    problems: Sequence[Json],
+    warnings: Sequence[str],
+    code: int,
+) -> None:
     from rcq_cli.commands import _run
     from rcq_cli.reports.summary import REPORT as summary
     from rcq_cli.shell import SCHEMA, Result
@@ -206,6 +215,7 @@ def _answer_recorded(shell: Shell, readers: Sequence[RunReader], problems: Seque
         "run": _run.one_of(str(reader.folder) for reader in readers),
         "cells": cells,
         "problems": list(problems),
+        "warnings": list(warnings),
         "exit_code": code,
     }
 

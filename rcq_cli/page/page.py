@@ -160,9 +160,15 @@ def _contract(document: Record) -> str:
     if not contract["runs"]:
         return ""
     rows = tuple((Cell(name), Cell(_short(value), WRAP)) for name, value in contract["common"].items())
-    same = table_html(Table("", (Column("field"), Column("value")), rows))
+    same = _narrow(Table("", (Column("field"), Column("value")), rows))
     count = f"{len(rows)} fields are the same in all {len(contract['runs'])} runs"
-    return _across(contract["runs"], contract["differing"], "differs between runs") + _folded(count, same)
+    differing = _across(contract["runs"], contract["differing"], "differs between runs")
+    return _numbered(contract["runs"]) + differing + _folded(count, same)
+
+
+def _numbered(runs: Sequence[str]) -> str:
+    """Return the list that gives each run the number by which tables name it: folders are long."""
+    return f'<ol class="runs">{"".join(f"<li>{escape(name)}</li>" for name in runs)}</ol>'
 
 
 def _folded(name: str, inner: str) -> str:
@@ -170,22 +176,41 @@ def _folded(name: str, inner: str) -> str:
 
 
 def _across(runs: Sequence[str], fields: Mapping[str, Sequence[Json]], title: str) -> str:
-    """Return a table with a column per run, or, where there are many, a row per value and its runs."""
+    """Return a table with a column per run, or, where there are many, a row per value and its runs.
+
+    Runs stand by their numbers in `_numbered`.
+    """
     if not fields:
         return ""
     if len(runs) <= 3:
-        columns = (Column("field"), *(Column(name) for name in runs))
+        columns = (Column("field"), *(Column(f"run {number}") for number in range(1, len(runs) + 1)))
         rows = [(Cell(name), *(Cell(_short(v), WRAP) for v in values)) for name, values in fields.items()]
         return table_html(Table(title, columns, tuple(rows)))
     rows = []
     for name, values in fields.items():
-        places: dict[str, list[str]] = {}
-        for run, value in zip(runs, values, strict=True):
-            places.setdefault(_short(value), []).append(run)
+        places: dict[str, list[int]] = {}
+        for number, value in enumerate(values, 1):
+            places.setdefault(_short(value), []).append(number)
         for value, found in places.items():
-            where = "all runs" if len(found) == len(runs) else ", ".join(found)
-            rows.append((Cell(name), Cell(value, WRAP), Cell(where, WRAP)))
-    return table_html(Table(title, (Column("field"), Column("value"), Column("runs")), tuple(rows)))
+            where = "all" if len(found) == len(runs) else _spans(found)
+            rows.append((Cell(name), Cell(where), Cell(value, WRAP)))
+    return _narrow(Table(title, (Column("field"), Column("runs"), Column("value")), tuple(rows)))
+
+
+def _narrow(table: Table) -> str:
+    """Return a table whose values, in the last column, get lines of their own in a narrow window."""
+    return f'<div class="narrow">{table_html(table)}</div>'
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers with their neighbours drawn together: `1-3, 5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _short(value: Json) -> str:

@@ -114,9 +114,52 @@ def test_a_usage_error_after_parsing_gives_one_document_under_json(capsys):
     assert len(err.splitlines()) == 1
 
 
-def test_a_usage_error_before_parsing_leaves_stdout_empty(capsys):
-    code, out, _ = call("eval", "--modle", "x", "--json", capsys=capsys)
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["eval", "--foo", "--json"], "eval"),
+        (["eval", "--json", "--max-errors"], "eval"),
+        (["eval", "-o", "json", "--foo"], "eval"),
+        (["eval", "--json", "-", "--foo"], "eval"),
+        (["trace", "show", "--foo", "--json"], "trace"),
+        (["nosuch", "--json"], ""),
+        (["--json"], ""),
+        (["modes", "--json", "--color", "purple"], "modes"),
+    ],
+)
+def test_a_usage_error_before_parsing_gives_one_document_under_json(argv, command, capsys):
+    code, out, err = call(*argv, capsys=capsys)
+    document = json.loads(out)
+    assert (code, document["exit_code"], document["status"]) == (2, 2, "error")
+    assert document["command"] == command
+    assert document["error"]["what"] in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_usage_error_before_parsing_writes_its_document_to_the_path(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    code, out, _ = call("eval", "--foo", "--json", str(path), capsys=capsys)
     assert (code, out) == (2, "")
+    assert json.loads(path.read_text("utf-8"))["error"]["what"] == "unknown option --foo"
+
+
+@pytest.mark.parametrize(
+    "argv", [["eval", "--foo"], ["eval", "--foo", "--", "--json"], ["report", "-o", "json", "--foo"]]
+)
+def test_a_usage_error_before_parsing_leaves_stdout_empty_where_no_document_was_asked_for(argv, capsys):
+    code, out, _ = call(*argv, capsys=capsys)
+    assert (code, out) == (2, "")
+
+
+@pytest.mark.parametrize("argv", [["eval", "--foo"], ["trace", "--foo"], ["--json"]])
+def test_only_an_option_that_is_near_is_suggested(argv, capsys):
+    _, _, err = call(*argv, capsys=capsys)
+    assert "did you mean" not in err
+
+
+def test_an_option_without_its_value_points_to_the_help_of_its_command(capsys):
+    _, _, err = call("eval", "--max-errors", capsys=capsys)
+    assert "see rcq eval --help" in err
 
 
 def test_colour_rules_reach_the_messages(capsys, monkeypatch):

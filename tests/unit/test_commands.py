@@ -100,6 +100,36 @@ def test_the_problems_of_a_run_decide_the_exit_code(problem, flags, code, tmp_pa
     assert (problem["what"] in err) == (code != 0)
 
 
+ASKED = {"origins": {"samples": "flag"}, "samples": 30}
+
+
+@pytest.mark.parametrize("quiet", [(), ("-q",)])
+@pytest.mark.parametrize("command", ["eval", "trace"])
+def test_fewer_samples_than_asked_for_are_a_warning_that_stays(command, quiet, tmp_path, capsys, monkeypatch):
+    with_executor(monkeypatch, StoredExecutor(stored_run(tmp_path, "certified", [1.0] * 3, **ASKED)))
+    code, out, err = ask(capsys, command, "--json", *quiet)
+    (warning,) = json.loads(out)["warnings"]
+    assert code == 0
+    assert warning.startswith("30 samples at 8192 tokens were asked for, but niah has 3: ")
+    assert f"warning: {warning}\n" in err
+
+
+def test_a_comparison_says_once_that_samples_are_missing(tmp_path, capsys):
+    runs = [str(stored_run(tmp_path, mode, [1.0] * 3, **ASKED)) for mode in ("dense", "naive")]
+    _, out, _ = ask(capsys, "compare", *runs, "--json")
+    assert [text.split(",")[0] for text in json.loads(out)["warnings"]] == [
+        "30 samples at 8192 tokens were asked for"
+    ]
+
+
+@pytest.mark.parametrize("origin", ["default", "preset"])
+def test_a_size_that_nobody_asked_for_is_not_missed(origin, tmp_path, capsys, monkeypatch):
+    folder = stored_run(tmp_path, "certified", [1.0] * 3, samples=30, origins={"samples": origin})
+    with_executor(monkeypatch, StoredExecutor(folder))
+    _, out, _ = ask(capsys, "eval", "--json")
+    assert json.loads(out)["warnings"] == []
+
+
 def test_a_violation_outranks_failed_samples(tmp_path, capsys, monkeypatch):
     both = [
         {"code": 6, "kind": "sample_errors", "what": "1 of 9 failed", "count": 1},

@@ -232,6 +232,7 @@ def test_a_run_gives_one_cell_without_context_and_the_named_metrics(run_folder):
     assert names <= set(cell["metrics"])
     assert cell["metrics"]["bound_violations"] == 0
     assert (cell["bytes"], cell["certificates"]) == (None, None)
+    assert (cell["bytes_status"], cell["certificates_status"]) == ("not_applicable", "not_applicable")
     # nothing was prefilled or decoded: null and why, never 0
     assert (cell["prompt_tokens_median"], cell["prompt_tokens_median_status"]) == (None, "not_applicable")
     assert (cell["selection_ms_p50"], cell["selection_ms_p50_status"]) == (None, "not_measured")

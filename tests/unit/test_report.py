@@ -5,10 +5,12 @@ import re
 import shutil
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 
 from rcq_cli.page import plots, svg
+from rcq_cli.page.page import _spans
 from tests.unit.stored_runs import ask, stored_run
 from tests.unit.traced_runs import traced_run
 
@@ -113,6 +115,29 @@ def test_every_section_reads_without_javascript(runs, capsys, tmp_path):
         "accuracy against device and host",
     ):
         assert told in words
+
+
+def test_tables_name_the_runs_by_numbers_that_are_told_once(runs, capsys, tmp_path):
+    path = report(capsys, tmp_path, *runs)[3]
+    text, named = path.read_text("utf-8"), json.loads(read(path).data)["runs"]
+    contract = text.partition('<section id="contract">')[2].partition("</section>")[0]
+    assert [contract.count(run.name) for run in runs] == [1] * 4
+    listed = "".join(f"<li>{run['name']}</li>" for run in named)
+    assert f'<ol class="runs">{listed}</ol>' in contract
+    assert "<td>task.ctx</td><td>1-2</td><td" in contract
+    assert "<td>task.ctx</td><td>3-4</td><td" in contract
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"), [([1], "1"), ([1, 3, 4, 5, 7, 8], "1, 3-5, 7-8"), ([2, 4], "2, 4")]
+)
+def test_neighbouring_numbers_are_drawn_together(numbers, told):
+    assert _spans(numbers) == told
+
+
+def test_links_wrap_in_a_narrow_window():
+    css = resources.files("rcq_cli.page").joinpath("page.css").read_text("utf-8")
+    assert re.search(r"nav \{[^}]*flex-wrap: wrap", css)
 
 
 def test_the_data_of_every_number_is_in_the_file(runs, capsys, tmp_path):

@@ -1,13 +1,13 @@
 import json
 import subprocess
 import sys
-from itertools import islice
 
 import pytest
 
 from rcq_cli import finish, run, store
 from rcq_cli.errors import BrokenRun, NotComparable, SpecError, UnsupportedHere
 from rcq_cli.finish import merge, rescore
+from rcq_cli.records import prompt_sha256
 from rcq_cli.store import RunReader
 from tests.unit import stub_bench
 from tests.unit.stub_bench import NAN, OUT_OF_MEMORY, Engine, Task, batch, execute, loaded
@@ -85,6 +85,7 @@ def test_bytes_are_the_largest_over_the_samples(tmp_path):
 def test_certificates_stand_where_the_mode_certifies(tmp_path):
     dense, certified = readers(tmp_path)
     assert dense.cells()[0]["certificates"] is None
+    assert dense.cells()[0]["certificates_status"] == "not_applicable"
     assert dense.steps() is None
     found = certified.cells()[0]["certificates"]
     assert (found["head_steps"], found["certified"], found["audited"]) == (5 * 2 * 1 * 2, 20, 20)
@@ -154,7 +155,14 @@ def test_the_contract_knows_the_prompts_once_they_are_drawn(tmp_path):
 def test_prompts_are_kept_only_when_asked(tmp_path):
     kept, not_kept = readers(tmp_path, None, batch("dense", keep_prompts=True), batch("dense"))
     assert kept.examples()[0]["prompt"].startswith("1 ")
-    assert "prompt" not in not_kept.examples()[0]
+    assert not {"prompt", "prompt_ids"} & set(not_kept.examples()[0])
+
+
+def test_a_kept_prompt_is_the_one_that_was_asked(tmp_path):
+    (kept,) = readers(tmp_path, None, batch("dense", keep_prompts=True))
+    for row in (*kept.examples(), *kept.controls()):
+        assert prompt_sha256(row["prompt_ids"]) == row["prompt_ids_sha256"]
+        assert len(row["prompt_ids"]) == row["prompt_tokens"]
 
 
 def test_controls_are_never_audited_and_may_be_off(tmp_path):
@@ -488,22 +496,6 @@ def test_a_batch_without_prompts_ends_the_run_before_another_one_works(tmp_path,
         execute(tmp_path / "out", engine, batch("dense"), batch("dense", ctx=16))
     assert engine.decoded == []
     assert not (tmp_path / "out").exists()
-
-
-def test_fewer_samples_than_asked_for_are_told(tmp_path):
-    class Short(stub_bench.Task):
-        def samples(self, request, tokenizer):
-            return islice(super().samples(request, tokenizer), 3)
-
-    heard = []
-
-    class Listener(stub_bench.Silent):
-        def note(self, text):
-            heard.append(text)
-
-    run.TASKS.entries["stub"] = Short(parts=("a", "b"))
-    execute(tmp_path, Engine(), batch("dense"), progress=Listener())
-    assert heard == ["5 samples at 32 were asked for; there are stub/a 3, stub/b 3"]
 
 
 def test_progress_hears_of_every_answer(tmp_path):

@@ -133,8 +133,25 @@ def test_without_audits_the_true_error_is_unknown_not_zero(tmp_path, capsys):
     assert code == 0
     assert found["audited"] == 0
     assert all(row["error_max"] is None and row["tightest"] is None for row in found["series"])
+    assert all(row["error_max_status"] == row["tightest_status"] == "not_audited" for row in found["series"])
     assert found["worst"][0]["true_error_status"] == "not_audited"
     assert "not audited" in ask(capsys, "trace", "show", str(blind))[1]
+
+
+def test_a_head_step_that_nobody_asked_for_is_null_with_the_reason(tmp_path):
+    folder = traced_run(tmp_path)
+    assert (shown(folder)["head_step"], shown(folder)["head_step_status"]) == (None, "not_requested")
+    assert "head_step_status" not in shown(folder, step=4, layer=5, head=2)
+
+
+def test_a_step_without_any_error_has_no_tightest_bound_and_says_so():
+    one = np.zeros(1)
+    columns = {"step": [0], "true_error": one, "total_bound": one + np.inf, "rel_bound": one + np.inf,
+               "rel_error": one, "violated": [0], "exact": [0], "rung": [0]}  # fmt: skip
+    (row,) = traces.series(traces.Flat({name: np.asarray(v) for name, v in columns.items()}, ("s",)))
+    assert (row["tightest"], row["tightest_status"]) == (None, "no_error")
+    assert (row["bound_max"], row["bound_max_status"]) == (None, "unbounded")
+    assert (row["error_max"], "error_max_status" in row) == (0.0, False)
 
 
 def test_an_unfinished_run_reads_as_a_finished_one(tmp_path):
