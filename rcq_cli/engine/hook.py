@@ -26,10 +26,13 @@ from rcq_cli.protocols import Geometry, LayerState, Needs, Rotation, Step
 
 NAME = "rcq"
 FAMILIES = (
-    "cohere2", "gemma3", "gemma3_text", "gpt2", "granite", "llama", "mistral", "mixtral", "olmo2", "opt",
-    "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2",
+    "cohere", "cohere2", "gemma", "gemma3", "gemma3_text", "glm", "gpt2", "granite", "llama", "mistral",
+    "mixtral", "nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next",
+    "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 _REFUSED = "unsupported model:"
+_EXTRAS = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bias": "a bias by position"}
+"""What some models give their attention function beside queries, keys and values, by the argument's name."""
 _PROBE_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 
 
@@ -443,6 +446,7 @@ def _stock(
     scaling: float | None,
     rest: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
+    _refuse_extras(rest)
     result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest
     )
@@ -451,6 +455,8 @@ def _stock(
 
 def _refuse_extras(rest: dict[str, Any]) -> None:
     """Refuse arguments that change attention and that no mode implements."""
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name, what in _EXTRAS.items():
         if rest.get(name) is not None:
-            raise UnsupportedModel(f"attention with {name} is not supported", id="RCQ-USE-30")
+            raise UnsupportedModel(
+                f"its attention has {what} ({name}), which no mode computes", id="RCQ-USE-30"
+            )

@@ -44,6 +44,7 @@ _REFUSED = (
     ),
     ("assistant_model", lambda v: v is not None, "assisted decoding", "leave assistant_model out"),
     ("prompt_lookup_num_tokens", lambda v: v is not None, "prompt lookup decoding", "leave it out"),
+    ("guidance_scale", lambda v: v not in (None, 1), "classifier-free guidance", "leave guidance_scale out"),
     ("cache", lambda v: v is not None, "a cache of your own", "rcq gives each call its cache"),
     ("past_key_values", lambda v: v is not None, "a cache of your own", "rcq gives each call its cache"),
     ("cache_implementation", lambda v: v is not None, "cache_implementation", "leave it out"),

@@ -39,6 +39,14 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "phi3": ("Phi3Config", {}),
+    "phi": ("PhiConfig", {}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {}),
+    "stablelm": ("StableLmConfig", {}),
+    "stablelm parallel": ("StableLmConfig", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "olmo": ("OlmoConfig", {}),
+    "nemotron": ("NemotronConfig", {}),
     "gemma3": (
         "Gemma3TextConfig",
         {"num_hidden_layers": 6, "head_dim": 32, "sliding_window": 8, "tie_word_embeddings": False},
@@ -74,6 +82,41 @@ def test_dense_and_certified_give_the_tokens_of_the_plain_model_over_two_calls(f
         torch.equal(model.generate(ids, **GREEDY), tokens)
         for ids, tokens in zip(prompts, expected, strict=True)
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_gives_the_logits_of_the_plain_model_and_certified_certifies_every_head_step(family):
+    config, changes = FAMILIES[family]
+    model = tiny(config, **changes)
+    settings = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
+    expected = torch.cat(model.generate(prompt(), **settings).logits)
+    for mode, options in (("dense", {}), ("certified", {"block": 8, "eps": 0.05})):
+        with attach(model, mode, **options) as session:
+            logits = torch.cat(model.generate(prompt(), **settings).logits)
+        if mode == "dense":
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        else:
+            found = session.summary()["certificates"]
+            assert found["certified"] > 0
+            assert found["certified"] + found["exact"] == found["head_steps"]
+
+
+def test_a_model_that_caps_its_scores_is_refused_by_that():
+    model = tiny("Gemma2Config", head_dim=16)
+    model.set_attn_implementation("eager")
+    with (
+        pytest.raises(UnsupportedModel, match=r"capped scores \(softcap\)") as caught,
+        attach(model, "dense"),
+    ):
+        pass
+    assert "Try using" not in str(caught.value)
+    assert "supported families: cohere" in str(caught.value)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_guidance_is_refused_by_name(llama):
+    with attach(llama, "dense"), pytest.raises(SpecError, match="classifier-free guidance"):
+        llama.generate(prompt(), guidance_scale=1.5, **GREEDY)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
