@@ -13,15 +13,18 @@ from rcq_cli.main import COMMANDS, EPILOG, SUMMARY, command_names, summary_of, u
 
 
 class Command(TyperCommand):
-    """A command that refuses an empty value, which an unset variable leaves behind, before it runs."""
+    """A command that refuses what an unset variable leaves behind before it runs: a value that is none."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command unless a flag or an argument is blank: a blank must not mean the default."""
+        """Run the command unless a value is blank, which must not mean the default, or the next option."""
+        flags = {name for param in self.params if param.param_type_name == "option" for name in param.opts}
         for param in self.params:
             value = ctx.params.get(param.name)
             if any(isinstance(text, str) and not text.strip() for text in _texts(value)):
                 _take_output_flags(ctx)
                 raise _blank(param, value)
+            if param.param_type_name == "option":
+                _check_own(param, value, flags)
         return super().invoke(ctx)
 
 
@@ -40,6 +43,15 @@ def _blank(param: Any, value: Any) -> SpecError:
     name = param.opts[-1] if param.param_type_name == "option" else "argument"
     shown = next(text for text in _texts(value) if not text.strip())
     return SpecError(f"{name} {shown!r} is empty", fix="give a value, or leave it out", id="RCQ-USE-02")
+
+
+def _check_own(param: Any, value: Any, flags: set[str]) -> None:
+    """Raise `SpecError` when an option took the one after it for its value."""
+    for text in _texts(value):
+        name = text.partition("=")[0] if isinstance(text, str) else ""
+        if name in flags:
+            what = f"{param.opts[-1]} has no value: {name} follows it"
+            raise SpecError(what, fix="give it one, or leave it out", id="RCQ-USE-02")
 
 
 class Commands(TyperGroup):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from fractions import Fraction
 from itertools import pairwise
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rcq_cli.errors import SpecError
@@ -85,21 +85,26 @@ def split_pairs(pairs: list[str] | tuple[str, ...], noun: str) -> dict[str, str]
     return options
 
 
-def parse_options(cls: type[T], given: Mapping[str, Any], noun: str) -> T:
+def parse_options(
+    cls: type[T], given: Mapping[str, Any], noun: str, places: Mapping[str, str] = MappingProxyType({})
+) -> T:
     """Return `cls(**given)` with each value read as its field's type.
 
     Values are texts of the command line or plain values of a YAML file. `noun` completes "'x' is no ...":
-    `option of mode certified`. Raises `SpecError` for an unknown option, a bad value and a missing one.
+    `option of mode certified`. `places` names the file of an option that came from one. Raises `SpecError`
+    for an unknown option, a bad value and a missing one.
     """
     hints = get_type_hints(cls)
     known = tuple(f.name for f in fields(cls) if f.init)  # type: ignore[arg-type]
     read = {}
     for key, value in given.items():
         name = key.replace("-", "_")
+        place = f" in {places[key]}" if key in places else ""
         if name not in known:
+            what = f"{key!r} is no {noun}{place}"
             allowed = f"known: {', '.join(known)}" if known else "it has none"
-            raise SpecError(f"{key!r} is no {noun}", fix=did_you_mean(name, known) + allowed, id="RCQ-USE-05")
-        read[name] = _read(hints[name], value, f"{key}={value!s} ({noun})")
+            raise SpecError(what, fix=did_you_mean(name, known) + allowed, id="RCQ-USE-05")
+        read[name] = _read(hints[name], value, f"{key}={value!s} ({noun}){place}")
     missing = [f.name for f in fields(cls) if f.init and f.name not in read and _default(f) is MISSING]  # type: ignore[arg-type]
     if missing:
         raise SpecError(

@@ -107,9 +107,9 @@ class _Resolver:
 
     command: str
     flags: Flags
-    settings: dict[str, Any]
+    settings: Settings
     preset: str | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Settings = field(default_factory=lambda: Settings({}, ""))
     """The preset's."""
     notes: list[str] = field(default_factory=list)
 
@@ -140,21 +140,21 @@ class _Resolver:
         if given not in (None, ()):
             return Chosen(given, "flag")
         for layer, origin in ((self.settings, "file"), (self.values, "preset")):
-            if name in layer:
-                return Chosen(layer[name], origin)
+            if name in layer.values:
+                return Chosen(layer.values[name], origin)
         return Chosen(_DEFAULTS.get(name), "default")
 
     def _choose_preset(self) -> None:
-        chosen: str | None = self.flags.preset or self.settings.get("preset")
+        chosen: str | None = self.flags.preset or self.settings.values.get("preset")
         if chosen is None and self.command == "compare" and not self.flags.choose_work:
             chosen = "smoke"
         if chosen is None:
             return
         self.preset, self.values = chosen, _with_full_names(load_preset(chosen))
-        for name in self.values.get("needs", ()):
+        for name in self.values.values.get("needs", ()):
             if self.pick(name).origin == "default":
                 raise SpecError(f"preset {chosen} needs --{name}", fix=f"add --{name} NAME", id="RCQ-USE-09")
-        self.notes.append(f"preset {chosen}: {self.values.get('summary', '')}".rstrip(": "))
+        self.notes.append(f"preset {chosen}: {self.values.values.get('summary', '')}".rstrip(": "))
 
     def _labels(self) -> list[str]:
         if self.command != "compare":
@@ -170,14 +170,9 @@ class _Resolver:
         flag = _known(
             mode.Options, split_pairs(self.flags.mode_options, "-O"), strict=self.command != "compare"
         )
-        layers = (
-            ("preset", self.values.get("mode_options", {}).get(name, {})),
-            ("file", self.settings.get("mode_options", {}).get(name, {})),
-            ("flag", flag),
-            ("flag", own),
-        )
+        layers = (*self._tables("mode_options", name), ("flag", flag), ("flag", own))
         given, origins = _merge(layers)
-        options: Any = parse_options(mode.Options, given, f"option of mode {name}")
+        options: Any = parse_options(mode.Options, given, f"option of mode {name}", self._places(origins))
         rest = label.partition(":")[2].strip()
         return f"{name}:{rest}" if rest else name, options_dict(options), origins
 
@@ -251,14 +246,20 @@ class _Resolver:
         controls = str(flag.pop("controls", "on")).lower()
         if controls not in ("on", "off"):
             raise SpecError(f"controls={controls} is not allowed", fix="allowed: on, off", id="RCQ-USE-06")
-        layers = (
-            ("preset", self.values.get("task_options", {}).get(entry, {})),
-            ("file", self.settings.get("task_options", {}).get(entry, {})),
-            ("flag", _known(task.Options, flag, strict=alone)),
-        )
+        layers = (*self._tables("task_options", entry), ("flag", _known(task.Options, flag, strict=alone)))
         given, origins = _merge(layers)
-        options: Any = parse_options(task.Options, given, f"option of task {entry}")
+        options: Any = parse_options(task.Options, given, f"option of task {entry}", self._places(origins))
         return options_dict(options), origins, controls == "on"
+
+    def _tables(self, group: str, name: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """Return what preset and file give a mode or a task, the stronger one last."""
+        layers = (("preset", self.values), ("file", self.settings))
+        return tuple((origin, layer.values.get(group, {}).get(name, {})) for origin, layer in layers)
+
+    def _places(self, origins: Mapping[str, str]) -> dict[str, str]:
+        """Return for each option that no flag gave where it stands."""
+        where = {"preset": self.values.where, "file": self.settings.where}
+        return {name: where[origin] for name, origin in origins.items() if origin in where}
 
     def _samples(self, task: Task, name: str) -> Chosen:
         chosen = self.pick("samples")
@@ -312,8 +313,8 @@ def _merge(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, A
     return given, origins
 
 
-def _with_full_names(layer: Settings) -> dict[str, Any]:
-    """Return the values, tables by task or mode under full names; raise `SpecError` for what names none."""
+def _with_full_names(layer: Settings) -> Settings:
+    """Return the layer, tables by task or mode under full names; raise `SpecError` for what names none."""
     values = dict(layer.values)
     for key, full_name in (
         ("samples", _full_name),
@@ -326,7 +327,7 @@ def _with_full_names(layer: Settings) -> dict[str, Any]:
             except UnknownEntry as error:
                 what = f"{key} in {layer.where}: {error.what}"
                 raise SpecError(what, fix=error.fix, id="RCQ-USE-08") from error
-    return values
+    return layer._replace(values=values)
 
 
 def _full_name(name: str) -> str:

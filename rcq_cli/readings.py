@@ -78,3 +78,8 @@ def combine(operation: Callable[..., Number], *readings: Reading) -> Reading:
         if reading.value is None:
             return Reading(None, reading.status, source, reading.detail)
     return Reading(operation(*(reading.value for reading in readings)), Status.INFERRED, source)
+
+
+def known(name: str, value: Any, absent: str) -> dict[str, Any]:
+    """Return the field `name`, or null and beside it in `<name>_status` why there is none."""
+    return {name: value} if value is not None else {name: None, f"{name}_status": str(absent)}

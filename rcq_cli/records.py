@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rcq_cli.files import SCHEMA
 from rcq_cli.protocols import Decoded, LayerBytes, Sample
+from rcq_cli.readings import known
 from rcq_cli.spec import RunSpec
 
 Row = dict[str, Any]
@@ -181,11 +182,11 @@ def cell(
         # a task without a model names all its metrics, the primary one too
         "metrics": {**_metrics(good, facts.score_key if spec.ctx else ""), **(timed or {})},
         "dtype": facts.dtype,
-        **_known("fill_ratio_min", min(fills, default=None), "not_applicable"),
-        **_known("prompt_tokens_median", _median(prompts), "not_applicable" if rows else "no_samples"),
+        **known("fill_ratio_min", min(fills, default=None), "not_applicable"),
+        **known("prompt_tokens_median", _median(prompts), "not_applicable" if rows else "no_samples"),
         **_speed([timings[row["key"]] for row in good if row["key"] in timings]),
-        **_known("bytes", _largest_bytes(good), _absent(spec, good, "not_measured")),
-        **_known("certificates", _shown(certificates), _absent(spec, good, _uncertified(facts))),
+        **known("bytes", _largest_bytes(good), _absent(spec, good, "not_measured")),
+        **known("certificates", _shown(certificates), _absent(spec, good, _uncertified(facts))),
         **_estimates(good),
         "status": status,
     }
@@ -238,7 +239,7 @@ def _score(scores: Sequence[float], facts: TaskFacts) -> dict[str, Any]:
     from rcq_cli.stats import score_interval, t_interval, wilson
 
     if not scores:
-        return {**_known("score", None, "no_samples"), **_known("score_ci", None, "no_samples")}
+        return {**known("score", None, "no_samples"), **known("score_ci", None, "no_samples")}
     if facts.higher_is_better and all(score in (0.0, 1.0) for score in scores):
         return {"score": math.fsum(scores) / len(scores), "score_ci": list(wilson(sum(scores), len(scores)))}
     into, back = (math.log, math.exp) if facts.score_key == "perplexity" else (float, float)
@@ -272,15 +273,10 @@ def _speed(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = sum(steps)
     rate, middle = (len(steps) * 1e9 / total, _median(steps) / 1e6) if total else (None, None)
     return {
-        **_known("tokens_per_s", rate, "no_decode_steps"),
-        **_known("step_ms_p50", middle, "no_decode_steps"),
-        **_known("selection_ms_p50", None if chosen is None else chosen / 1e6, "not_measured"),
+        **known("tokens_per_s", rate, "no_decode_steps"),
+        **known("step_ms_p50", middle, "no_decode_steps"),
+        **known("selection_ms_p50", None if chosen is None else chosen / 1e6, "not_measured"),
     }
-
-
-def _known(name: str, value: Any, absent: str) -> dict[str, Any]:
-    """Return the value, or null and the status that says why."""
-    return {name: value} if value is not None else {name: None, f"{name}_status": absent}
 
 
 def _median(values: Sequence[float]) -> Any:

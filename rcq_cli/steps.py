@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rcq_cli.errors import BrokenRun
 from rcq_cli.protocols import StepArrays
+from rcq_cli.readings import known
 from rcq_cli.spec import canonical
 
 if TYPE_CHECKING:
@@ -363,9 +364,7 @@ def _nearest_rank(ordered: "np.ndarray[Any, Any]", percent: int) -> float | None
 
 
 def figure(name: str, value: float | None, absent: str) -> dict[str, Any]:
-    """Return the value, or null and why it is null."""
-    if value is None:
-        return {name: None, f"{name}_status": absent}
-    if value != value or value in (float("inf"), float("-inf")):
-        return {name: None, f"{name}_status": "unbounded"}
-    return {name: value}
+    """Return the value, or null and why it is null: `absent` for None, `unbounded` for what is not finite."""
+    if value is None or math.isfinite(value):
+        return known(name, value, absent)
+    return known(name, None, "unbounded")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rcq_cli.contract import compare_contracts
 from rcq_cli.errors import SpecError
-from rcq_cli.readings import Status
+from rcq_cli.readings import Status, known
 from rcq_cli.steps import UNITS, arrays_of, figure
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
         "ctx": spec.ctx,
         "mode": spec.mode,
         "model": spec.model,
-        **_asked("eps", spec.mode_options.get("eps"), Status.NOT_APPLICABLE),
+        **known("eps", spec.mode_options.get("eps"), Status.NOT_APPLICABLE),
         "samples": len(samples),
         "head_steps": len(found),
         "audited": int((c["true_error"] == c["true_error"]).sum()),
@@ -265,12 +265,8 @@ def show(reader: RunReader, wanted: Filter) -> dict[str, Json]:
         "series": series(found),
         "map": head_map(found),
         "worst": worst(found),
-        **_asked("head_step", next(found.records()) if one else None, Status.NOT_REQUESTED),
+        **known("head_step", next(found.records()) if one else None, Status.NOT_REQUESTED),
     }
-
-
-def _asked(name: str, value: Json, absent: Status) -> dict[str, Json]:
-    return {name: value} if value is not None else {name: None, f"{name}_status": str(absent)}
 
 
 # -- differences --------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from rcq_cli.engine.recorder import StepRecorder
 from rcq_cli.engine.rotations import rotations
 from rcq_cli.errors import SpecError
 from rcq_cli.protocols import LayerBytes, Mode
+from rcq_cli.readings import known
 from rcq_cli.recas.stages import StageTracker
 
 _checked: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
@@ -67,26 +68,33 @@ class Session:
         self._open: _Call | None = None
 
     def summary(self) -> dict[str, Any]:
-        """Return the cell of all calls so far as in the JSON contract, without the fields of a task."""
+        """Return the cell of all calls so far as in the JSON contract, without the fields of a task.
+
+        A null has the reason beside it, in `<name>_status`.
+        """
         from rcq_cli.steps import certificate_summary
 
         self._close()
         steps, spent = len(self._step_ns), sum(self._step_ns)
+        rate = steps * 1e9 / spent if spent else None
+        middle = sorted(self._step_ns)[(steps - 1) // 2] / 1e6 if steps else None
         held = None
         if self._bytes is not None:
             held = {name: getattr(self._bytes, name) for name in LayerBytes.__dataclass_fields__}
             held["device_ratio"] = held["device"] / held["dense_equivalent"]
         found = certificate_summary(self._records)
+        certificates = found and {name: value for name, value in found.items() if name != "unbounded"}
+        uncertified = "no_decode_steps" if self.mode.certifies else "not_applicable"
         return {
             "mode": self.mode.name,
             "model": self._model,
             "dtype": self._dtype,
             "backend": self.backend_name,
             "calls": self.calls,
-            "tokens_per_s": steps * 1e9 / spent if spent else None,
-            "step_ms_p50": sorted(self._step_ns)[(steps - 1) // 2] / 1e6 if steps else None,
-            "bytes": held,
-            "certificates": found and {name: value for name, value in found.items() if name != "unbounded"},
+            **known("tokens_per_s", rate, "no_decode_steps"),
+            **known("step_ms_p50", middle, "no_decode_steps"),
+            **known("bytes", held, "no_calls"),
+            **known("certificates", certificates, uncertified),
             "status": "complete",
         }
 

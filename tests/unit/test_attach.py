@@ -101,6 +101,21 @@ def test_dense_gives_the_logits_of_the_plain_model_and_certified_certifies_every
             assert found["certified"] + found["exact"] == found["head_steps"]
 
 
+@pytest.mark.parametrize("mode", ["certified", "dense"])
+def test_what_a_summary_lacks_has_the_reason_beside_it(llama, mode):
+    with attach(llama, mode) as session:
+        before = session.summary()
+        llama.generate(prompt(), do_sample=False, max_new_tokens=1)
+        one = session.summary()
+        llama.generate(prompt(), **GREEDY)
+    names = ("tokens_per_s", "step_ms_p50", "bytes", "certificates")
+    for found in (before, one, session.summary()):
+        assert all((found[name] is None) == (f"{name}_status" in found) for name in names)
+    assert before["bytes_status"] == "no_calls"
+    assert one["tokens_per_s_status"] == one["step_ms_p50_status"] == "no_decode_steps"
+    assert one["bytes"]["device"] > 0
+
+
 def test_a_model_that_caps_its_scores_is_refused_by_that():
     model = tiny("Gemma2Config", head_dim=16)
     model.set_attn_implementation("eager")

@@ -136,6 +136,27 @@ def test_a_usage_error_before_parsing_gives_one_document_under_json(argv, comman
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["eval", "--max-errors", "--json"],
+        ["eval", "--out", "--json=-"],
+        ["eval", "-T", "--json"],
+        ["compare", "--out", "-o", "json"],
+    ],
+)
+def test_an_option_that_took_the_next_for_its_value_is_named_in_the_document(
+    argv, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(*argv, capsys=capsys)
+    document = json.loads(out)
+    assert code == document["exit_code"] == 2
+    assert document["error"]["what"].endswith("follows it")
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_usage_error_before_parsing_writes_its_document_to_the_path(tmp_path, capsys):
     path = tmp_path / "out.json"
     code, out, _ = call("eval", "--foo", "--json", str(path), capsys=capsys)

@@ -366,6 +366,22 @@ def test_a_table_by_names_has_only_names_that_are_there(tmp_path, line, near):
     assert caught.value.id == "RCQ-USE-08"
 
 
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('mode_options = {certified = {eps = "x"}}', r"eps=x \(option of mode certified\) in .*rcq.toml"),
+        ("mode_options = {certified = {epz = 0.1}}", r"'epz' is no option of mode certified in .*rcq.toml"),
+        ("task_options = {niah = {gen = 0.5}}", r"gen=0.5 \(option of task niah\) in .*rcq.toml"),
+    ],
+)
+def test_an_option_that_a_file_gives_is_refused_with_the_name_of_the_file(tmp_path, line, what):
+    with pytest.raises(SpecError, match=what):
+        plan("eval", settings(tmp_path, line + "\n"))
+    with pytest.raises(SpecError) as caught:
+        plan("eval", settings(tmp_path, ""), mode_options=("eps=x",))
+    assert "rcq.toml" not in caught.value.what
+
+
 def test_samples_by_task_may_name_a_part_and_leading_words(tmp_path):
     text = 'tasks = ["ruler/vt", "ruler/cwe", "niah"]\nsamples = {"rul/vt" = 3, ruler = 7, nia = 9}\n'
     assert [batch[0].samples for batch in plan("eval", settings(tmp_path, text)).batches] == [3, 7, 9]
