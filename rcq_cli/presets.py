@@ -109,8 +109,8 @@ class _Resolver:
     flags: Flags
     settings: Settings
     preset: str | None = None
-    values: Settings = field(default_factory=lambda: Settings({}, ""))
-    """The preset's."""
+    fallback: Settings = field(default_factory=lambda: Settings({}, ""))
+    """What the preset gives."""
     notes: list[str] = field(default_factory=list)
 
     def plan(self) -> Plan:
@@ -139,7 +139,7 @@ class _Resolver:
         given = getattr(self.flags, name, None)
         if given not in (None, ()):
             return Chosen(given, "flag")
-        for layer, origin in ((self.settings, "file"), (self.values, "preset")):
+        for origin, layer in self._layers.items():
             if name in layer.values:
                 return Chosen(layer.values[name], origin)
         return Chosen(_DEFAULTS.get(name), "default")
@@ -150,11 +150,11 @@ class _Resolver:
             chosen = "smoke"
         if chosen is None:
             return
-        self.preset, self.values = chosen, _with_full_names(load_preset(chosen))
-        for name in self.values.values.get("needs", ()):
+        self.preset, self.fallback = chosen, _with_full_names(load_preset(chosen))
+        for name in self.fallback.values.get("needs", ()):
             if self.pick(name).origin == "default":
                 raise SpecError(f"preset {chosen} needs --{name}", fix=f"add --{name} NAME", id="RCQ-USE-09")
-        self.notes.append(f"preset {chosen}: {self.values.values.get('summary', '')}".rstrip(": "))
+        self.notes.append(f"preset {chosen}: {self.fallback.values.get('summary', '')}".rstrip(": "))
 
     def _labels(self) -> list[str]:
         if self.command != "compare":
@@ -251,15 +251,20 @@ class _Resolver:
         options: Any = parse_options(task.Options, given, f"option of task {entry}", self._places(origins))
         return options_dict(options), origins, controls == "on"
 
+    @property
+    def _layers(self) -> dict[str, Settings]:
+        """Return what stands below the flags by its origin, the stronger layer first."""
+        return {"file": self.settings, "preset": self.fallback}
+
     def _tables(self, group: str, name: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """Return what preset and file give a mode or a task, the stronger one last."""
-        layers = (("preset", self.values), ("file", self.settings))
+        layers = reversed(self._layers.items())
         return tuple((origin, layer.values.get(group, {}).get(name, {})) for origin, layer in layers)
 
     def _places(self, origins: Mapping[str, str]) -> dict[str, str]:
         """Return for each option that no flag gave where it stands."""
-        where = {"preset": self.values.where, "file": self.settings.where}
-        return {name: where[origin] for name, origin in origins.items() if origin in where}
+        layers = self._layers
+        return {name: layers[origin].where for name, origin in origins.items() if origin in layers}
 
     def _samples(self, task: Task, name: str) -> Chosen:
         chosen = self.pick("samples")

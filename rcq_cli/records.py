@@ -270,12 +270,18 @@ def _speed(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps = [ns for timing in timings for ns in timing["step_ns"]]
     # without a step there was no prompt to choose from, and a time of 0 was not measured
     chosen = _median([timing["selection_ns"] for timing in timings if "selection_ns" in timing and steps])
-    total = sum(steps)
-    rate, middle = (len(steps) * 1e9 / total, _median(steps) / 1e6) if total else (None, None)
+    return step_speed(steps) | known(
+        "selection_ms_p50", None if chosen is None else chosen / 1e6, "not_measured"
+    )
+
+
+def step_speed(steps_ns: Sequence[int]) -> dict[str, Any]:
+    """Return tokens per second over all decode steps and the median step, null where there was none."""
+    total = sum(steps_ns)
+    rate, middle = (len(steps_ns) * 1e9 / total, _median(steps_ns) / 1e6) if total else (None, None)
     return {
         **known("tokens_per_s", rate, "no_decode_steps"),
         **known("step_ms_p50", middle, "no_decode_steps"),
-        **known("selection_ms_p50", None if chosen is None else chosen / 1e6, "not_measured"),
     }
 
 

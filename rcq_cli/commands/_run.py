@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from rcq_cli.shell import Interrupted, Shell
 if TYPE_CHECKING:
     from rcq_cli.presets import Plan
     from rcq_cli.store import RunReader
+    from rcq_cli.table import Table
 
 Json = Any
 
@@ -158,6 +159,44 @@ def _shortage(reader: RunReader) -> str:
         f"{spec.taken} samples{where} were asked for, but {', '.join(short)}: the score rests on those; "
         "give the task more, or ask for fewer with --samples"
     )
+
+
+def finish(
+    shell: Shell,
+    command: str,
+    readers: Sequence[RunReader],
+    limits: Limits,
+    tables: Callable[[dict[str, Json]], Sequence[Table]],
+    notes: Sequence[str] = (),
+) -> int:
+    """Answer with the runs of a command, say `notes` and the problems, and return the exit code.
+
+    `tables` draws the document.
+    """
+    from rcq_cli.gates import exit_code
+    from rcq_cli.shell import SCHEMA, Result
+
+    problems = run_problems(readers, limits)
+    code = exit_code(problem["code"] for problem in problems)
+    warnings = shortages(readers)
+    for warning in warnings:
+        shell.warn(warning)
+    cells = cells_of(readers)
+    document = {
+        "schema": SCHEMA,
+        "command": command,
+        "contract": contract_of(readers),
+        "run": one_of(str(reader.folder) for reader in readers),
+        "cells": cells,
+        "problems": problems,
+        "warnings": warnings,
+        "exit_code": code,
+    }
+    shell.answer(Result(document, lambda: tables(document), cells))
+    for note in notes:
+        shell.say(note)
+    report_problems(shell, problems)
+    return code
 
 
 def report_problems(shell: Shell, problems: Sequence[Mapping[str, Json]]) -> None:

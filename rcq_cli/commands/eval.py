@@ -107,40 +107,8 @@ def _from_runs(runs: tuple[str, ...], merge: bool, rescore: str | None, asked: d
 
 def _finish(shell: Shell, readers: Sequence[RunReader], limits: Limits) -> int:
     from rcq_cli.commands import _run
-    from rcq_cli.gates import exit_code
 
-    problems = _run.run_problems(readers, limits)
-    code = exit_code(problem["code"] for problem in problems)
-    warnings = _run.shortages(readers)
-    for warning in warnings:
-        shell.warn(warning)
-    _answer(shell, readers, problems, warnings, code)
-    _run.report_problems(shell, problems)
-    return code
-
-
-def _answer(
-    shell: Shell,
-    readers: Sequence[RunReader],
-    problems: Sequence[Json],
-    warnings: Sequence[str],
-    code: int,
-) -> None:
-    from rcq_cli.commands import _run
-    from rcq_cli.shell import SCHEMA, Result
-
-    cells = _run.cells_of(readers)
-    document = {
-        "schema": SCHEMA,
-        "command": "eval",
-        "contract": _run.contract_of(readers),
-        "run": _run.one_of(str(reader.folder) for reader in readers),
-        "cells": cells,
-        "problems": list(problems),
-        "warnings": list(warnings),
-        "exit_code": code,
-    }
-    shell.answer(Result(document, lambda: _tables(document, readers), cells))
+    return _run.finish(shell, "eval", readers, limits, lambda document: _tables(document, readers))
 
 
 def _tables(document: dict[str, Json], readers: Sequence[RunReader]) -> tuple[Table, ...]:

@@ -165,7 +165,6 @@ def _readers(action: str, runs: Sequence[str]) -> list[RunReader]:
 
 def _record(shell: Shell, asked: dict[str, Json], given: dict[str, Json]) -> int:
     from rcq_cli.commands import _run
-    from rcq_cli.gates import exit_code
     from rcq_cli.presets import resolve
 
     limits = _run.Limits(o.whole(given["max_errors"], "--max-errors", 0) or 0, given["allow_inactive"])
@@ -176,14 +175,8 @@ def _record(shell: Shell, asked: dict[str, Json], given: dict[str, Json]) -> int
 
         return answer_dry_run(shell, plan)
     readers = _run.read_runs(_run.carry_out(shell, plan, resume=given["resume"]))
-    problems = _run.run_problems(readers, limits)
-    code = exit_code(problem["code"] for problem in problems)
-    warnings = _run.shortages(readers)
-    for warning in warnings:
-        shell.warn(warning)
-    _answer_recorded(shell, readers, problems, warnings, code)
-    _run.report_problems(shell, problems)
-    return code
+    notes = [f"recorded in {reader.folder}; rcq trace show {reader.folder}" for reader in readers]
+    return _run.finish(shell, "trace", readers, limits, lambda document: _tables(document, readers), notes)
 
 
 def audited(plan: Plan) -> Plan:
@@ -195,39 +188,13 @@ def audited(plan: Plan) -> Plan:
     return plan._replace(batches=batches)
 
 
-def _answer_recorded(
-    shell: Shell,
-    readers: Sequence[RunReader],
-    problems: Sequence[Json],
-    warnings: Sequence[str],
-    code: int,
-) -> None:
-    from rcq_cli.commands import _run
+def _tables(document: dict[str, Json], readers: Sequence[RunReader]) -> tuple[Table, ...]:
     from rcq_cli.reports.summary import REPORT as summary
-    from rcq_cli.shell import SCHEMA, Result
+    from rcq_cli.reports.timeline import REPORT as timeline
     from rcq_cli.traces import Filter, show
 
-    cells = _run.cells_of(readers)
-    document = {
-        "schema": SCHEMA,
-        "command": "trace",
-        "contract": _run.contract_of(readers),
-        "run": _run.one_of(str(reader.folder) for reader in readers),
-        "cells": cells,
-        "problems": list(problems),
-        "warnings": list(warnings),
-        "exit_code": code,
-    }
-
-    def tables() -> tuple[Table, ...]:
-        from rcq_cli.reports.timeline import REPORT as timeline
-
-        shown = [show(reader, Filter()) for reader in readers if reader.steps() is not None]
-        return (*summary.tables(document), *(table for one in shown for table in timeline.tables(one)))
-
-    shell.answer(Result(document, tables, cells))
-    for reader in readers:
-        shell.say(f"recorded in {reader.folder}; rcq trace show {reader.folder}")
+    shown = [show(reader, Filter()) for reader in readers if reader.steps() is not None]
+    return (*summary.tables(document), *(table for one in shown for table in timeline.tables(one)))
 
 
 # -- reading ------------------------------------------------------------------------------------------------

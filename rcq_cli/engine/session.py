@@ -72,12 +72,10 @@ class Session:
 
         A null has the reason beside it, in `<name>_status`.
         """
+        from rcq_cli.records import step_speed
         from rcq_cli.steps import certificate_summary
 
         self._close()
-        steps, spent = len(self._step_ns), sum(self._step_ns)
-        rate = steps * 1e9 / spent if spent else None
-        middle = sorted(self._step_ns)[(steps - 1) // 2] / 1e6 if steps else None
         held = None
         if self._bytes is not None:
             held = {name: getattr(self._bytes, name) for name in LayerBytes.__dataclass_fields__}
@@ -91,8 +89,7 @@ class Session:
             "dtype": self._dtype,
             "backend": self.backend_name,
             "calls": self.calls,
-            **known("tokens_per_s", rate, "no_decode_steps"),
-            **known("step_ms_p50", middle, "no_decode_steps"),
+            **step_speed(self._step_ns),
             **known("bytes", held, "no_calls"),
             **known("certificates", certificates, uncertified),
             "status": "complete",
